@@ -47,7 +47,7 @@ FAILURES = [
         1,
         "failed an assertion of the program (AssertionError: Caught AssertionError in",
     ),
-    ("exit", "exit_code", 1, "ended with exit code 17 and said nothing"),
+    ("exit", "exit_code", 1, "ended with exit code 17 and printed no error"),
     ("echo", "peer_lost", 0, "lost a peer ("),
     ("late", "exception", 1, "raised KeyError: 'labels' at "),
     ("watchdog", "hang", 1, "a collective timed out on rank 1"),

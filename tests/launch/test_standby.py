@@ -292,7 +292,7 @@ def test_restarts_in_a_row_leave_nothing_behind_and_cost_no_memory(
     job = launch(
         *("--nproc-per-node=1", f"--max-restarts={times}", "--standby-preload=json"),
         STANDBY_WORKER,
-        *(f"--fail-until={times}", f"--wait={times}"),
+        *("--advance", f"--fail-until={times}", f"--wait={times}"),
     )
     job.wait_for_line("rank 0 attempt 20 says", timeout=WAIT)
     launcher, forked_from = psutil.Process(job.pid), psutil.Process(template(job))

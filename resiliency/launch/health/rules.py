@@ -486,6 +486,8 @@ def _first(death: RankDeath, evidence: Evidence) -> DiagnosisRule:
 
 def _suggested(death: RankDeath) -> Iterator[tuple[DiagnosisRule, str]]:
     for pattern, rule in SUGGESTIONS:
-        for line in reversed(death.log):
+        # torch also warns of connections that it makes again; what a rank leaves for, it prints last.
+        early = rule.cause is Cause.PEER_LOST and death.signal == 0
+        for line in death.log[-1:] if early else reversed(death.log):
             if pattern.search(line):
                 yield rule, line

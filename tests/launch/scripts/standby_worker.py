@@ -1,11 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
 """A worker for tests of `--standby`: imports a module, says what it has, and then fails or waits.
 
-    standby_worker.py [--module NAME] [--fail-until ATTEMPT] [--wait [ATTEMPT]]
+    standby_worker.py [--module NAME] [--fail-until ATTEMPT] [--wait [ATTEMPT]] [--advance]
 
 In attempts before --fail-until the last rank exits with 3 and the others wait; in later ones all exit
 with 0.  With --wait all ranks of that attempt, of the first one if none is named, wait for a signal;
-SIGUSR1 ends that wait.
+SIGUSR1 ends that wait.  With --advance each attempt finishes a step, so that the launcher does not pause.
 """
 
 import argparse
@@ -20,6 +20,7 @@ parser = argparse.ArgumentParser()
 parser.add_argument("--module")
 parser.add_argument("--fail-until", type=int, default=0)
 parser.add_argument("--wait", type=int, nargs="?", const=0)
+parser.add_argument("--advance", action="store_true")
 args = parser.parse_args()
 rank, attempt = int(os.environ["RANK"]), int(os.environ["TORCHELASTIC_RESTART_COUNT"])
 module = importlib.import_module(args.module) if args.module else None
@@ -33,6 +34,11 @@ said = {
 }
 signal.signal(signal.SIGUSR1, lambda *_: sys.exit())
 os.write(1, f"rank {rank} attempt {attempt} says {json.dumps(said)}\n".encode())
+if args.advance:
+    from resiliency.progress import report_step, watch_rank
+
+    watch_rank()
+    report_step(attempt)
 if attempt == args.wait:
     signal.pause()
 if attempt < args.fail_until:
