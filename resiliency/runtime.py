@@ -5,6 +5,14 @@
 set; every other module is handed a value.  Clocks are objects so that a test can own time:
 monotonic seconds measure durations, aware UTC stamps events.  Beside them, what a process does without for
 a while.
+
+**Limits on other processes** are measured by `awake_s`.  A process that is stopped (SIGSTOP, a frozen
+control group, a suspended job) misses what the others do, and as a rule they were stopped with it.  The
+machine's clock goes on, so all limits would be over at the moment at which it is continued.  `awake_s` leaves
+such gaps out: a thread ticks, and a tick that comes late counts as one in time.  A process without a core, or
+with code that keeps the interpreter, counts as stopped, too.  Not for what others end by their own clocks,
+such as a lease: it is lost although its holder was stopped.  `elapsed_s` is for that: it also counts the time
+in which the machine is suspended, which `time.monotonic` leaves out.
 """
 
 from __future__ import annotations
@@ -17,7 +25,7 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import asdict, dataclass
 from datetime import datetime, timezone
@@ -49,6 +57,12 @@ ON_NAN_ENV = "RESILIENCY_ON_NAN"
 ROLLBACKS_ENV = "RESILIENCY_ROLLBACKS"
 
 _STOP_NOTE = "stopped-"
+
+TICK_S = 0.25
+#: A tick counts for at most so long.
+MOST_AWAKE_S = 2 * TICK_S
+#: Gaps that are remembered.
+_GAPS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -183,6 +197,117 @@ class SystemClock:
 
     def now(self) -> datetime:
         return datetime.now(timezone.utc)
+
+
+class AwakeTime:
+    """The rule of `awake_s`, without a clock: readings of one are given.  One thread ticks, any may ask."""
+
+    def __init__(self, now: float) -> None:
+        #: The last tick, by the clock and in awake time: replaced together, so that no reader needs a lock.
+        self._ticked = now, now
+        #: Ends and lengths of the times that were left out, by the clock.
+        self._gaps: tuple[tuple[float, float], ...] = ()
+
+    def tick(self, now: float, most_s: float = MOST_AWAKE_S) -> None:
+        """Count the time since the last tick, up to `most_s` of it."""
+        last, awake = self._ticked
+        passed = now - last
+        if passed > most_s:
+            self._gaps = (*self._gaps[1 - _GAPS :], (now, passed - most_s))
+        self._ticked = now, awake + min(passed, most_s)
+
+    def at(self, now: float) -> float:
+        """Awake time at a reading of the clock."""
+        last, awake = self._ticked
+        return awake + min(max(now - last, 0.0), MOST_AWAKE_S)
+
+    def since(self, then: float, now: float) -> float:
+        """Awake seconds between two readings; the first one may be of another process of the machine."""
+        last, _ = self._ticked
+        gaps = (*self._gaps, (now, max(now - last - MOST_AWAKE_S, 0.0)))
+        left_out = sum(min(length, max(end - then, 0.0)) for end, length in gaps)
+        return max(now - then - left_out, 0.0)
+
+
+class AwakeTicker(threading.Thread):
+    """One for the process, for its whole life."""
+
+    def __init__(self, awake: AwakeTime) -> None:
+        super().__init__(name="resiliency-awake", daemon=True)
+        self._awake = awake
+
+    def run(self) -> None:
+        never = threading.Event()
+        while not never.wait(TICK_S):
+            self._awake.tick(_monotonic())
+
+
+#: Tests of other modules replace `time.monotonic`.
+_monotonic = time.monotonic
+_awake = AwakeTime(_monotonic())
+_ticker: AwakeTicker | None = None
+_starting = threading.Lock()
+
+
+def _reading() -> float:
+    """Of the clock, which ticks from here on."""
+    if _ticker is None:
+        _start_ticker()
+    return _monotonic()
+
+
+def _start_ticker() -> None:
+    global _ticker
+    with _starting:
+        if _ticker is not None:
+            return
+        _awake.tick(_monotonic(), math.inf)
+        ticker = AwakeTicker(_awake)
+        # Where no thread can be started all time counts, as by any clock, until one can.
+        with suppress(RuntimeError):
+            ticker.start()
+            _ticker = ticker
+
+
+def _forget_ticker() -> None:
+    """In a forked child, which has none of the threads."""
+    global _ticker, _starting
+    _ticker, _starting = None, threading.Lock()
+
+
+os.register_at_fork(after_in_child=_forget_ticker)
+
+
+def awake_s() -> float:
+    """Seconds in which this process ran, since an arbitrary point; never goes back."""
+    return _awake.at(_reading())
+
+
+def awake_since(then: float) -> float:
+    """Seconds in which this process ran since `then`, a reading of `time.monotonic` by any process here."""
+    return _awake.since(then, _reading())
+
+
+def wait_awake(changed: threading.Condition, is_over: Callable[[], bool], timeout_s: float) -> bool:
+    """As `changed.wait_for`, for at most so many seconds in which this process ran."""
+    until = awake_s() + timeout_s
+    while not is_over():
+        if (left_s := until - awake_s()) <= 0:
+            return False
+        changed.wait(left_s)
+    return True
+
+
+def elapsed_s() -> float:
+    """Seconds since an arbitrary point, also those in which the machine is suspended."""
+    return time.clock_gettime(time.CLOCK_BOOTTIME) if hasattr(time, "CLOCK_BOOTTIME") else time.monotonic()
+
+
+class AwakeClock(SystemClock):
+    """The machine's own clocks, but durations are of the time in which this process ran."""
+
+    def monotonic(self) -> float:
+        return awake_s()
 
 
 def process_start_time() -> datetime:

@@ -27,8 +27,8 @@ from resiliency.proc_stat import stat_fields
 GRACE_S = 10.0
 #: pytest rewrites this one between the phases of a test.
 _IGNORED_VARIABLES = frozenset({"PYTEST_CURRENT_TEST"})
-#: tqdm starts one thread for all bars of the process, and never ends it.
-_IGNORED_THREADS = frozenset({"TMonitor"})
+#: One each per process, for its whole life: of all tqdm bars, and of `awake_s`.
+_IGNORED_THREADS = frozenset({"TMonitor", "AwakeTicker"})
 #: Servers of Python's multiprocessing; one each per process, for its whole life.
 _IGNORED_PROGRAMS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver")
 _SHM = "/dev/shm"  # noqa: S108  # files of killed loader workers are deleted, else it is only looked at

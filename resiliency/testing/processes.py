@@ -23,8 +23,8 @@ import subprocess
 import threading
 import time
 import uuid
-from collections.abc import Iterable, Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -287,6 +287,25 @@ def stop_process(pid: int) -> None:
     """SIGSTOP, and wait until it has taken effect; see `wait_until_stopped`."""
     os.kill(pid, signal.SIGSTOP)
     wait_until_stopped(pid)
+
+
+@contextmanager
+def suspended(*commands: Command) -> Iterator[None]:
+    """Within, no process of the commands runs, as those of a job that a scheduler suspends."""
+    stopped: set[int] = set()
+    try:
+        while moving := {one.pid for command in commands for one in command.survivors()} - stopped:
+            stopped |= moving
+            for pid in moving:
+                with suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+            for pid in moving:
+                wait_until_stopped(pid)
+        yield
+    finally:
+        for pid in stopped:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
 
 
 def wait_until_stopped(pid: int) -> None:

@@ -10,6 +10,7 @@ from contextlib import contextmanager
 
 import pytest
 
+from resiliency.runtime import awake_s
 from resiliency.testing.leaks import open_descriptors
 from resiliency.testing.system_faults import NO_THREAD
 from tests.waiting import wait_until_equal
@@ -22,6 +23,7 @@ numbers = pytest.mark.parametrize(
 
 @contextmanager
 def nothing_leaks() -> Iterator[None]:
+    awake_s()  # its thread stays
     threads, descriptors = set(threading.enumerate()), set(open_descriptors())
     yield
     wait_until_equal(lambda: set(threading.enumerate()) - threads, set(), timeout=30)

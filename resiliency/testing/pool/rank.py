@@ -25,7 +25,7 @@ from multiprocessing.connection import Connection
 import torch
 import torch.distributed as dist
 
-from resiliency.runtime import RunInfo
+from resiliency.runtime import RunInfo, awake_s
 from resiliency.testing.faults import FaultInjector
 from resiliency.testing.pool.job import READY, Job, Reply, active
 from resiliency.testing.pool.stacks import offer_stacks
@@ -56,6 +56,7 @@ def serve(connection: Connection) -> None:
 
 
 def _run(job: Job, connection: Connection) -> Reply:
+    awake_s()  # its thread is of the process, not of the job
     threads = set(threading.enumerate())
     value, error, joined = b"", "", False
     try:

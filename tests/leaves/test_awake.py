@@ -1,0 +1,107 @@
+# SPDX-License-Identifier: Apache-2.0
+"""Limits on other processes leave out the time in which this process was stopped."""
+
+from __future__ import annotations
+
+import signal
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+from resiliency import runtime
+from resiliency.runtime import MOST_AWAKE_S, TICK_S, AwakeTime
+from resiliency.testing.processes import Command
+
+ROOT = Path(__file__).parents[2]
+WAIT = 60.0
+
+
+@pytest.mark.parametrize(
+    ("ticks", "now", "awake"),
+    [
+        ([], 0.0, 0.0),
+        ([], 0.25, 0.25),
+        ([], 0.5, 0.5),
+        ([], 60.0, 0.5),  # read before the tick that comes late
+        ([0.25, 0.5, 0.75], 1.0, 1.0),
+        ([0.25, 0.5, 60.5], 60.5, 1.0),
+        ([0.25, 0.5, 60.5], 60.75, 1.25),
+        ([10.0, 20.0, 30.0], 30.0, 1.5),  # continued now and then, as by gang scheduling
+    ],
+)
+def test_a_tick_that_comes_late_counts_as_one_in_time(ticks: list[float], now: float, awake: float) -> None:
+    clock, last = AwakeTime(0.0), 0.0
+    for tick in ticks:
+        assert clock.at(tick) >= last
+        clock.tick(tick)
+        last = clock.at(tick)
+    assert clock.at(now) == pytest.approx(awake)
+
+
+@pytest.mark.parametrize(
+    ("then", "now", "awake"),
+    [
+        (0.0, 0.5, 0.5),
+        (0.0, 61.0, 2.0),  # a stop from 0.5 or so to 60
+        (30.0, 61.0, 1.0),  # of another process, which ran meanwhile
+        (60.0, 61.0, 1.0),
+        (60.5, 100.0, 1.0),  # and stopped again
+        (61.0, 60.75, 0.0),
+    ],
+)
+def test_an_age_leaves_out_the_stops_since_then(then: float, now: float, awake: float) -> None:
+    clock = AwakeTime(0.0)
+    for tick in (0.25, 0.5, 60.0, 60.25, 60.5, 60.75, 61.0):
+        if tick <= now:
+            clock.tick(tick)
+    assert clock.since(then, now) == pytest.approx(awake)
+
+
+PROGRAM = """
+import os, signal, time
+from resiliency.runtime import awake_s, awake_since
+signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])
+began, awake = time.monotonic(), awake_s()
+if os.fork() == 0:
+    while awake_s() < awake + 1.0:
+        time.sleep(0.01)
+    os._exit(0)
+print("began", flush=True)
+signal.sigwait([signal.SIGUSR1])
+print(os.wait()[1], time.monotonic() - began, awake_s() - awake, awake_since(began), flush=True)
+"""
+
+
+def test_a_stop_of_a_process_is_left_out_and_a_forked_child_has_a_clock_of_its_own() -> None:
+    with Command([sys.executable, "-c", PROGRAM], cwd=ROOT) as program:
+        program.wait_for_line("began", timeout=WAIT)
+        program.signal(signal.SIGSTOP)
+        threading.Event().wait(3.0)  # what is tested
+        program.signal(signal.SIGCONT)
+        program.signal(signal.SIGUSR1)
+        status, real, awake, since = map(float, program.wait_for_line(r"^\d+ ", timeout=WAIT).string.split())
+    assert status == 0
+    assert real >= 3.0
+    assert awake <= real - 3.0 + 2 * MOST_AWAKE_S
+    assert since == pytest.approx(awake, abs=2 * MOST_AWAKE_S)
+
+
+def test_without_a_thread_all_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(_: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    now = 0.0
+    monkeypatch.setattr(runtime, "_monotonic", lambda: now)
+    monkeypatch.setattr(runtime, "_awake", AwakeTime(now))
+    monkeypatch.setattr(runtime, "_ticker", None)
+    monkeypatch.setattr(runtime.AwakeTicker, "start", no_thread)
+    now = 60.0
+    assert runtime.awake_s() == 60.0
+    now = 90.0
+    assert runtime.awake_s() == 90.0
+
+
+def test_a_tick_is_short_beside_the_shortest_limit() -> None:
+    assert TICK_S < MOST_AWAKE_S <= 0.5
