@@ -7,6 +7,7 @@ import os
 import signal
 import threading
 from datetime import timedelta
+from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -29,12 +30,19 @@ def stop_together(
     """Step until all stop; returns where, with which code, and which causes were told.
 
     Args:
-        hold: a FIFO that the last rank reads from before the collective of step 3.
+        hold: a FIFO that the last rank reads from before the collective of step 3; a rank that knows of the
+            stop makes a file beside it.
     """
     world_size = dist.get_world_size()
     causes: list[str] = []
+
+    def requested(cause: str) -> None:
+        causes.append(cause)
+        if hold:
+            Path(f"{hold}-{rank}").touch()
+
     options = TerminationOptions(deadline=timedelta(seconds=deadline_s), signals=numbers)
-    with Termination(RankGroup(rank, world_size), options, on_request=causes.append) as termination:
+    with Termination(RankGroup(rank, world_size), options, on_request=requested) as termination:
         for step in range(1, STEPS):
             fault_point(step=step, phase=Phase.STEP_STARTED)
             if hold and step == 3 and rank == world_size - 1:

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
@@ -47,7 +46,7 @@ from resiliency.checkpoint.names import TierTry
 from resiliency.checkpoint.storage.posix import SHORTAGES
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
-from resiliency.runtime import AGENT_HOST_ENV
+from resiliency.runtime import AGENT_HOST_ENV, awake_s
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -149,10 +148,10 @@ class AgentLink:
         Returns:
             False if that takes longer.
         """
-        began = time.monotonic()
+        began = awake_s()
         left_s = longest_s = (at_most or self._options.start).total_seconds()
         while left_s > 0 and not self._attached.wait(min(tell_every.total_seconds(), left_s)):
-            waited_s = time.monotonic() - began
+            waited_s = awake_s() - began
             left_s = longest_s - waited_s
             logger.warning(
                 "rank %d waits for the checkpoint agent of host %r at %s: %.0f of %g s; rank %d starts it",
@@ -182,7 +181,7 @@ class AgentLink:
         """
         if self._closing.is_set():
             return
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = awake_s() + timeout.total_seconds()
         if detach:
             self._request_queue.put(Detach())
         else:
@@ -195,7 +194,7 @@ class AgentLink:
         self._thread.join(timeout.total_seconds())
         if self._agent is not None and detach:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._agent.wait(max(0.0, deadline - time.monotonic()))
+                self._agent.wait(max(0.0, deadline - awake_s()))
         if self._agent is not None and self._agent.poll() is None:
             # It lives on, on purpose; Popen would warn of a forgotten child.
             _outliving.add(self._agent.pid)
@@ -223,7 +222,7 @@ class AgentLink:
             else:
                 if channel is None:
                     return
-                began = time.monotonic()
+                began = awake_s()
                 try:
                     self._converse(channel)
                     return
@@ -234,7 +233,7 @@ class AgentLink:
                     self._attached.clear()
                     channel.close()
                 # One that an agent ends each time is no better than none.
-                short_lived = 0 if time.monotonic() - began >= _LIVED_S else short_lived + 1
+                short_lived = 0 if awake_s() - began >= _LIVED_S else short_lived + 1
                 failures = max(short_lived - 1, 0)
             if self._agent is not None:
                 self._agent.poll()
@@ -251,7 +250,7 @@ class AgentLink:
         Raises:
             PeerError: none answered in time, or it refused this rank.
         """
-        deadline = time.monotonic() + self._options.start.total_seconds()
+        deadline = awake_s() + self._options.start.total_seconds()
         self._said.clear()
         while not self._given_up.is_set():
             try:
@@ -262,7 +261,7 @@ class AgentLink:
                 return channel
             if channel is None and self._starts:
                 self._start_agent()
-            if time.monotonic() >= deadline:
+            if awake_s() >= deadline:
                 raise PeerError(
                     f"no checkpoint agent answered within {self._options.start.total_seconds():g} s.",
                     hint="Its log is on the standard error of the first rank of this host.",
@@ -277,16 +276,16 @@ class AgentLink:
         Raises:
             PeerError: it does not want this rank, or does not answer.
         """
-        left_s = max(0.0, deadline - time.monotonic())
+        left_s = max(0.0, deadline - awake_s())
         try:
             channel.send(self._attach)
             answer = None
-            until = time.monotonic() + min(left_s, self._options.silence.total_seconds())
-            while not isinstance(answer, Attached | RequestRefused) and time.monotonic() < until:
+            until = awake_s() + min(left_s, self._options.silence.total_seconds())
+            while not isinstance(answer, Attached | RequestRefused) and awake_s() < until:
                 if self._given_up.is_set():
                     channel.close()
                     return False
-                left_s = until - time.monotonic()
+                left_s = until - awake_s()
                 answer = channel.receive(timedelta(seconds=min(max(0.01, left_s), HEARTBEAT_S)))
         except PeerError:
             channel.close()
@@ -364,17 +363,17 @@ class AgentLink:
             return None
         try:
             channel.send(Start(arena=str(self._directory.absolute())))
-            deadline = time.monotonic() + self._options.start.total_seconds()
+            deadline = awake_s() + self._options.start.total_seconds()
             answer = None
             # It may still import torch.
-            while answer is None and time.monotonic() < deadline and not self._given_up.is_set():
+            while answer is None and awake_s() < deadline and not self._given_up.is_set():
                 answer = channel.receive(timedelta(seconds=HEARTBEAT_S))
             return answer
         finally:
             channel.close()
 
     def _converse(self, channel: Channel) -> None:
-        heard = beaten = time.monotonic()
+        heard = beaten = awake_s()
         if self._request_queue.cap_lifted:
             channel.send(LiftBandwidthCap())
         while True:
@@ -384,7 +383,7 @@ class AgentLink:
                 return
             ready = _readable(channel.fileno(), self._news.fileno(), timeout_s=HEARTBEAT_S / 2)
             self._news.clear()
-            now = time.monotonic()
+            now = awake_s()
             if channel.fileno() in ready:
                 message = channel.receive(_AT_ONCE)
                 heard = now
@@ -458,7 +457,7 @@ class _Starts:
         self._due_at = self._pause_s = 0.0
 
     def is_due(self) -> bool:
-        return time.monotonic() >= self._due_at
+        return awake_s() >= self._due_at
 
     def began(self, pid: int) -> None:
         """An agent is there; of another one than before nobody said that it had ended."""
@@ -470,14 +469,14 @@ class _Starts:
 
     def attached(self) -> None:
         """It takes this rank."""
-        self._attached_at = time.monotonic()
+        self._attached_at = awake_s()
 
     def ended(self, pid: int) -> float | None:
         """How long to wait for the next; None if that was said before."""
         if pid != self._pid:
             return None
         self._pid = 0
-        now = time.monotonic()
+        now = awake_s()
         lived = self._attached_at is not None and now - self._attached_at >= _LIVED_S
         self._pause_s = 0.0 if lived else min(max(2 * self._pause_s, _RESTART_S), _LONGEST_RESTART_S)
         self._due_at = now + self._pause_s

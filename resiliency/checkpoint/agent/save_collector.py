@@ -10,7 +10,6 @@ tier reports each try once; the collector keeps the last reports for ranks that 
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection, Iterable, Mapping
 from contextlib import ExitStack
 from datetime import timedelta
@@ -40,7 +39,7 @@ from resiliency.checkpoint.names import TierName, TierTry, attempt_id_of, save_i
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.errors import CheckpointError
-from resiliency.runtime import name_ranks
+from resiliency.runtime import awake_s, name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -54,7 +53,7 @@ class _PendingSave:
     def __init__(self, member: Attach) -> None:
         self.member = member
         self.attempt_id = member.attempt_id
-        self.until = time.monotonic() + member.settings.save_timeout_s
+        self.until = awake_s() + member.settings.save_timeout_s
         self.patient = False
         self.slots: dict[int, CapturedSlot] = {}
         self.missing: dict[int, str] = {}
@@ -159,7 +158,7 @@ class SaveCollector:
                 self._report_committed(save_job(pending.member, tried))
             else:
                 self._submit(pending.member, tried)
-        for tried in sorted(tried for tried, one in self._pending.items() if time.monotonic() > one.until):
+        for tried in sorted(tried for tried, one in self._pending.items() if awake_s() > one.until):
             if tried in self._pending:  # else it went with a newer one
                 self._end_pending(tried, self._pending[tried])
 
@@ -305,9 +304,9 @@ class SaveCollector:
 
     def close(self, timeout: timedelta) -> None:
         """End the workers; those whose storage does not answer are left behind."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = awake_s() + timeout.total_seconds()
         for worker in self._workers.values():
-            worker.close(timedelta(seconds=max(0.0, deadline - time.monotonic())))
+            worker.close(timedelta(seconds=max(0.0, deadline - awake_s())))
         self._commit_lookups.close()
         for pending in self._pending.values():
             pending.close()

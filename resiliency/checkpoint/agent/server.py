@@ -22,7 +22,6 @@ import queue
 import selectors
 import signal
 import socket
-import time
 from datetime import timedelta
 from pathlib import Path
 from threading import Event
@@ -54,6 +53,7 @@ from resiliency.checkpoint.names import TierName, start_of
 from resiliency.checkpoint.storage.throttle import Throttle
 from resiliency.checkpoint.storage.watched import CallTimeouts
 from resiliency.errors import ConfigError, PeerError
+from resiliency.runtime import awake_s
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -106,7 +106,7 @@ class Agent:
         self._heard: dict[Channel, float] = {}
         self._last: Attach | None = None  # of the newest attempt
         self._said_detach: set[int] = set()
-        self._deserted_at = time.monotonic()
+        self._deserted_at = awake_s()
         self._has_to_commit = False  # and could not, the last time it tried
         #: Steps, each with a tier that it did not get into: of what failed since an emergency commit began.
         self._gave_up: set[tuple[int, TierName]] = set()
@@ -116,17 +116,17 @@ class Agent:
 
     def run(self) -> None:
         """Serve until there is nothing left to serve."""
-        heartbeat_at = time.monotonic()
+        heartbeat_at = awake_s()
         while not self._is_over():
             for key, _ in self._selector.select(timeout=min(HEARTBEAT_S, self._grace_s) / 2):
                 self._handle(key.fileobj)
             if self._output is not None and self._is_deserted():
                 self._output.left_alone()
-            if time.monotonic() >= heartbeat_at:
-                heartbeat_at = time.monotonic() + HEARTBEAT_S
+            if awake_s() >= heartbeat_at:
+                heartbeat_at = awake_s() + HEARTBEAT_S
                 self._heartbeat()
                 self._replace_removed()
-                if self._leave_by is not None and time.monotonic() >= self._leave_by:
+                if self._leave_by is not None and awake_s() >= self._leave_by:
                     self._collector.stop_waiting()
                 self._collector.look_for_hang(self._timeouts)
                 self._collector.look_again()
@@ -200,7 +200,7 @@ class Agent:
             self._report()
             if self._terminated and self._leave_by is None:
                 logger.warning("asked to end: committing what is captured")
-                now = time.monotonic()
+                now = awake_s()
                 self._leave_by = now + min(self._grace_s, _LAST_RANKS_S)
                 self._timeouts = CallTimeouts(longest=_LAST_CALL, since=now)
                 self._lift_bandwidth_cap()
@@ -219,7 +219,7 @@ class Agent:
             logger.warning("refused: %s", error)
             return
         self._members[channel] = None
-        self._heard[channel] = time.monotonic()
+        self._heard[channel] = awake_s()
         self._selector.register(channel, selectors.EVENT_READ)
 
     def _listen_to(self, channel: Channel) -> bool:
@@ -230,7 +230,7 @@ class Agent:
             message = channel.receive(_AT_ONCE)
             if message is None:
                 return False
-            self._heard[channel] = time.monotonic()
+            self._heard[channel] = awake_s()
             self._answer(channel, message)
         except PeerError as error:
             self._lost(channel, error)
@@ -309,7 +309,7 @@ class Agent:
             del self._members[channel]
             self._heard.pop(channel, None)
         channel.close()
-        self._deserted_at = time.monotonic()
+        self._deserted_at = awake_s()
 
     def _send(self, channel: Channel, message: Message, timeout: timedelta = timedelta(seconds=1)) -> bool:
         try:
@@ -329,7 +329,7 @@ class Agent:
                 self._drop(channel)  # it learns from the end of the connection, and comes back
 
     def _heartbeat(self) -> None:
-        now = time.monotonic()
+        now = awake_s()
         for channel, member in list(self._members.items()):
             self._send(channel, Heartbeat(), _AT_ONCE)
             if member is not None and now - self._heard.get(channel, now) > _SILENCE_S:
@@ -414,7 +414,7 @@ class Agent:
     def _is_over(self) -> bool:
         if self._collector.in_work or (self._members and not self._terminated):
             return False
-        now = time.monotonic()
+        now = awake_s()
         if self._leave_by is not None and now >= self._leave_by:
             return True
         if not self._replication.is_settled and now < self._deserted_at + _LAST_COPIES_S:

@@ -12,7 +12,6 @@ import logging
 import queue
 import selectors
 import threading
-import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from functools import partial
@@ -33,6 +32,7 @@ from resiliency.checkpoint.replication.transport.messages import (
 )
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import PeerError
+from resiliency.runtime import awake_s
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -259,7 +259,7 @@ class CompletionLink:
     def _listen(self, link: Link) -> None:
         try:
             messages = link.receive_ready()
-            self._heard[link] = time.monotonic()  # first: an answer that cannot be sent drops the link
+            self._heard[link] = awake_s()  # first: an answer that cannot be sent drops the link
             for message in messages:
                 self._answer(link, message)
         except PeerError as error:
@@ -349,7 +349,7 @@ class CompletionLink:
 
     def _keep_up(self) -> None:
         """Beats, silence, and the link to the leader."""
-        now = time.monotonic()
+        now = awake_s()
         if now >= self._heartbeat_at:
             self._heartbeat_at = now + self._timeouts.heartbeat_s
             for link, heard in list(self._heard.items()):
@@ -386,11 +386,11 @@ class CompletionLink:
             self._say(link, Lost(step=save.step, save_id=save.save_id))
 
     def _begin_to_miss(self) -> None:
-        self._lost_at = time.monotonic()
+        self._lost_at = awake_s()
         self._warn_at = self._lost_at + self._warn_s
 
     def _tell_of_failure(self, error: PeerError) -> None:
-        now = time.monotonic()
+        now = awake_s()
         if now < self._warn_at:
             logger.info("%s", error)
             return
@@ -404,15 +404,15 @@ class CompletionLink:
     def _until_next(self) -> float:
         dials = self._table is not None and self._leader_state is None and self._leader is None
         at = min(self._heartbeat_at, self._dial_at) if dials else self._heartbeat_at
-        return max(at - time.monotonic(), 0.0)
+        return max(at - awake_s(), 0.0)
 
     def _later(self) -> None:
         self._pause_s = self._timeouts.next_pause_s(self._pause_s)
-        self._dial_at = time.monotonic() + self._pause_s
+        self._dial_at = awake_s() + self._pause_s
 
     def _add(self, link: Link) -> None:
         self._links.add(link)  # of one that we made, known already
-        self._heard[link] = time.monotonic()
+        self._heard[link] = awake_s()
         self._selector.register(link, selectors.EVENT_READ)
 
     def _say(self, link: Link, message: Message) -> None:

@@ -9,7 +9,6 @@ sender hears beats; if the disk refuses, it hears why, and the space is free aga
 from __future__ import annotations
 
 import logging
-import time
 from collections import deque
 from collections.abc import Callable
 from concurrent.futures import Future, wait
@@ -43,6 +42,7 @@ from resiliency.errors import (
     PeerError,
     ResourceShortage,
 )
+from resiliency.runtime import awake_s
 
 logger = logging.getLogger(__name__)
 
@@ -199,10 +199,10 @@ class CopyReceiver:
     def _result(self, future: Future[_T]) -> _T:
         """What the disk's thread did; meanwhile the sender hears that we live."""
         heartbeat_s = self._link.timeouts.heartbeat_s
-        deadline = time.monotonic() + self._link.timeouts.storage.total_seconds()
+        deadline = awake_s() + self._link.timeouts.storage.total_seconds()
         while not future.done() and not wait([future], heartbeat_s).done:
             self._link.send(PeerHeartbeat())
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise _StorageHangs("the storage of this host does not answer.")
         return future.result()
 

@@ -17,7 +17,6 @@ import secrets
 import selectors
 import socket
 import threading
-import time
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from datetime import timedelta
@@ -28,7 +27,7 @@ from resiliency.checkpoint.messages import decode_record
 from resiliency.checkpoint.ranks import RankGroup
 from resiliency.errors import ConfigError, PeerError, ResiliencyError
 from resiliency.forks import call_in_child
-from resiliency.runtime import name_ranks
+from resiliency.runtime import awake_s, name_ranks
 
 #: A line longer than this is no word of ours.
 LINE_BYTES = 64 << 10
@@ -121,7 +120,7 @@ def connect_ranks(rank_group: RankGroup, *, address: str, timeout: timedelta) ->
     """
     if rank_group.world_size == 1:
         return {}
-    deadline = time.monotonic() + timeout.total_seconds()
+    deadline = awake_s() + timeout.total_seconds()
     peers: dict[int, StopPeer] = {}
     error: ResiliencyError | None = None
     listener = None
@@ -188,7 +187,7 @@ def _accept(listener: socket.socket, world_size: int, token: str, deadline: floa
         ConfigError: a rank did not come in time.
     """
     with _Door(listener, world_size, token) as door:
-        while len(door.peers) < world_size - 1 and time.monotonic() < deadline:
+        while len(door.peers) < world_size - 1 and awake_s() < deadline:
             door.serve(deadline)
         missing = sorted(set(range(1, world_size)) - door.peers.keys())
         if missing:
@@ -219,12 +218,12 @@ class _Door:
     def serve(self, deadline: float) -> None:
         """Wait for something to happen, and see to it."""
         until = min(deadline, next(iter(self._waiting.values()), deadline))
-        for key, _ in self._selector.select(max(0.0, until - time.monotonic())):
+        for key, _ in self._selector.select(max(0.0, until - awake_s())):
             if isinstance(key.fileobj, StopPeer):
                 self._greet(key.fileobj)
             else:
                 self._let_in()
-        now = time.monotonic()
+        now = awake_s()
         for peer in [peer for peer, until in self._waiting.items() if until <= now]:
             self._turn_away(peer)
 
@@ -237,7 +236,7 @@ class _Door:
             self.last_error = f": {error}"
             threading.Event().wait(_ACCEPT_PAUSE_S)
             return
-        self._waiting[peer] = time.monotonic() + _HELLO_S
+        self._waiting[peer] = awake_s() + _HELLO_S
         self._selector.register(peer, selectors.EVENT_READ)
 
     def _greet(self, peer: StopPeer) -> None:
@@ -289,7 +288,7 @@ def _reach(addresses: list[str], port: int, token: str, rank: int, deadline: flo
             if isinstance(found, StopPeer):
                 return found
             problems.append(f"{address}: {found}")
-        left_s = deadline - time.monotonic()
+        left_s = deadline - awake_s()
         if left_s <= pause_s:
             raise ConfigError(
                 f"rank {rank} cannot reach rank 0 on port {port}: {'; '.join(problems)}.",
@@ -303,13 +302,13 @@ def _reach(addresses: list[str], port: int, token: str, rank: int, deadline: flo
 
 def _try_reach(address: str, port: int, token: str, rank: int, deadline: float) -> StopPeer | str:
     """Rank 0, or why it is not there."""
-    left_s = min(_HELLO_S, deadline - time.monotonic())
+    left_s = min(_HELLO_S, deadline - awake_s())
     try:
         peer = StopPeer(socket.create_connection((address, port), timeout=max(left_s, 0.001)))
     except OSError as error:
         return str(error)
     peer.send(StopMessage(kind=StopKind.HELLO, number=rank, text=token))
-    hello = _hello_of(peer, max(left_s, min(_ANSWER_S, deadline - time.monotonic())))
+    hello = _hello_of(peer, max(left_s, min(_ANSWER_S, deadline - awake_s())))
     if hello is not None and hello.text == token:
         return peer
     peer.close()

@@ -46,7 +46,6 @@ import queue
 import selectors
 import signal
 import threading
-import time
 from collections.abc import Callable, Iterable
 from contextlib import ExitStack
 from datetime import timedelta
@@ -58,7 +57,7 @@ from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.progress import report_kept
-from resiliency.runtime import StopNote, name_ranks
+from resiliency.runtime import StopNote, awake_s, name_ranks, wait_awake
 from resiliency.signal_pipe import SignalPipe
 from resiliency.wake_pipe import WakePipe
 
@@ -175,7 +174,7 @@ class Termination:
                 if signal.SIGTERM in self._options.signals:  # by which a supervisor ends it, and it is saved
                     report_kept(step)
                 return False
-            self._changed.wait_for(lambda: self._stop_at is not None or self._called_off, self._left_s())
+            wait_awake(self._changed, self._is_decided, self._left_s())
             if self._stop_at is not None and not self._called_off:
                 if passed < self._stop_at:
                     self._last = passed
@@ -233,7 +232,7 @@ class Termination:
         with self._changed:
             self._mine = frozenset(found)
             self._news.wake()
-            self._changed.wait_for(lambda: self._all is not None or self._not_all, self._left_s())
+            wait_awake(self._changed, lambda: self._all is not None or self._not_all, self._left_s())
             return self._all
 
     def close(self, *, finished: bool = True, ending: bool = True) -> None:
@@ -251,7 +250,7 @@ class Termination:
             self._on_its_way = True
             self._polite = finished or self._reached
             stay_s = min(_LINGER_S, self._left_s()) if self._stopping else _LINGER_S
-            self._closing = time.monotonic() + (stay_s if self._polite else 0.0)
+            self._closing = awake_s() + (stay_s if self._polite else 0.0)
         self._news.wake()
         self._watcher.join()
         self._give_back(ending=ending and self._reached)
@@ -262,8 +261,11 @@ class Termination:
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
         self.close(finished=kind is None)
 
+    def _is_decided(self) -> bool:
+        return self._stop_at is not None or bool(self._called_off)
+
     def _left_s(self) -> float:
-        return max(0.0, self._deadline - time.monotonic())
+        return max(0.0, self._deadline - awake_s())
 
     def _code(self) -> int:
         return 0 if self._committed else 128 + self._number
@@ -302,7 +304,7 @@ class Termination:
             self._said_detach = True
             self._tell_all(StopMessage(kind=StopKind.DETACH, number=self._last + 1))
             self._sum_up()
-        return self._rank != 0 or not self._peers or self._closing <= time.monotonic()
+        return self._rank != 0 or not self._peers or self._closing <= awake_s()
 
     def _listen(self, rank: int) -> None:
         try:
@@ -349,7 +351,7 @@ class Termination:
                 return
             self._stopping = True
             self._number = number
-            self._asked_at = time.monotonic()
+            self._asked_at = awake_s()
             self._deadline = self._asked_at + left_s
             upcoming = self._last + 1
         level = logging.WARNING if where == "here" else logging.INFO
@@ -421,7 +423,7 @@ class Termination:
             if self._called_off or not self._stopping or self._reached:
                 return
             self._called_off = why
-            self._called_off_at = time.monotonic()
+            self._called_off_at = awake_s()
             self._changed.notify_all()
         logger.error("no common stop: %s.  This rank leaves; its captures are left to the agent", why)
 
@@ -455,7 +457,7 @@ class Termination:
         at = self._alarm_at()
         if self._closing is not None:
             at = min(self._closing, at or self._closing)
-        return None if at is None else max(0.0, at - time.monotonic())
+        return None if at is None else max(0.0, at - awake_s())
 
     def _alarm_at(self) -> float | None:
         """When something has to be done if nothing happens until then."""
@@ -473,7 +475,7 @@ class Termination:
 
     def _look_at_the_clock(self) -> None:
         at = self._alarm_at()
-        if at is None or time.monotonic() < at:
+        if at is None or awake_s() < at:
             return
         if self._stop_at is not None or self._called_off:
             self._end(self._called_off or "the deadline is over")

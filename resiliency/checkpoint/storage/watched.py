@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import itertools
 import threading
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -17,11 +16,12 @@ from datetime import timedelta
 
 from resiliency.checkpoint.storage.interface import Buffer, ReadableFile, Storage, WritableFile
 from resiliency.errors import CheckpointWriteFailed
+from resiliency.runtime import awake_s
 
 
 @dataclass(frozen=True)
 class Call:
-    """One call that has not returned.  `since`: when it was made, of the monotonic clock."""
+    """One call that has not returned.  `since`: when it was made, by `awake_s`."""
 
     what: str
     path: str
@@ -29,21 +29,21 @@ class Call:
 
     @property
     def age_s(self) -> float:
-        return time.monotonic() - self.since
+        return awake_s() - self.since
 
 
 @dataclass(frozen=True, kw_only=True)
 class CallTimeouts:
     """How long one call may still take from a moment on, however old it is then.
 
-    `since`: that moment, of the monotonic clock; by default all of a call counts.
+    `since`: that moment, by `awake_s`; by default all of a call counts.
     """
 
     longest: timedelta
     since: float = 0.0
 
     def is_over(self, call: Call) -> bool:
-        return time.monotonic() - max(call.since, self.since) >= self.longest.total_seconds()
+        return awake_s() - max(call.since, self.since) >= self.longest.total_seconds()
 
 
 class WatchedStorage:
@@ -75,7 +75,7 @@ class WatchedStorage:
     @contextmanager
     def noted(self, what: str, name: str) -> Iterator[None]:
         """For the time of one call."""
-        number, call = next(self._numbers), (what, name, time.monotonic())
+        number, call = next(self._numbers), (what, name, awake_s())
         with self._lock:
             self._calls[number] = call
         try:

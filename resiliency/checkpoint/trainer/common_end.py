@@ -12,7 +12,6 @@ together or not at all.  When a rank is gone, or has not heard of its save by th
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Callable, Collection
 from datetime import timedelta
 from enum import Enum
@@ -23,6 +22,7 @@ from resiliency.checkpoint.stop.termination import Terminated, Termination, Term
 from resiliency.checkpoint.trainer.handles import FINAL, SaveHandle, await_tiers
 from resiliency.checkpoint.trainer.saver import Saver
 from resiliency.events import EventType
+from resiliency.runtime import awake_s
 
 logger = logging.getLogger(__name__)
 
@@ -138,9 +138,9 @@ class CommonEnd:
         if not tried:
             return ()
         timeouts = termination.time_left() * _OWN_SHARE  # the rest is for telling each other
-        until = time.monotonic() + timeouts.total_seconds()
+        until = awake_s() + timeouts.total_seconds()
         for handle in tried.values():
-            handle.wait(timedelta(seconds=max(0.0, until - time.monotonic())))
+            handle.wait(timedelta(seconds=max(0.0, until - awake_s())))
         outcomes = {tier: outcome_of(tier, handle) for tier, handle in tried.items()}
         found = termination.collect(f"{tier}:{outcome.value}" for tier, outcome in outcomes.items())
         if found is None:

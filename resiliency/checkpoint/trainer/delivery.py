@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from datetime import timedelta
@@ -22,6 +21,7 @@ from resiliency.checkpoint.names import TierName, TierTry
 from resiliency.checkpoint.trainer.handles import SaveHandle, SaveLog, SaveState, TierOutcomes
 from resiliency.events import EventType
 from resiliency.progress import report_kept
+from resiliency.runtime import awake_s
 
 logger = logging.getLogger(__name__)
 
@@ -137,10 +137,10 @@ class Delivery:
 
     def wait(self, timeout: timedelta) -> bool:
         """Wait until no save is under way; False at the timeout."""
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = awake_s() + timeout.total_seconds()
         with self._lock:
             handles = [saving.handle for saving in self._under_way.values()]
-        return all(h.wait(timedelta(seconds=max(0.0, deadline - time.monotonic()))) for h in handles)
+        return all(h.wait(timedelta(seconds=max(0.0, deadline - awake_s()))) for h in handles)
 
     def went_back(self, timeout: timedelta) -> None:
         """See the saves off that are under way; what is saved from here on is of another branch."""

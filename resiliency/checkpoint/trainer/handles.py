@@ -12,6 +12,7 @@ from enum import Enum
 from typing import Any
 
 from resiliency.prometheus import Metric, to_text
+from resiliency.runtime import wait_awake
 
 
 class SaveState(str, Enum):
@@ -115,7 +116,7 @@ class SaveHandle:
         """
         wanted = FINAL | {until}
         with self._changed:
-            return self._changed.wait_for(lambda: self.state in wanted, timeout.total_seconds())
+            return wait_awake(self._changed, lambda: self.state in wanted, timeout.total_seconds())
 
     def wait_complete(self, timeout: timedelta) -> bool:
         """Wait until the save is complete in the local tier of all hosts; False if it is not by then.
@@ -127,7 +128,7 @@ class SaveHandle:
             return self._record.complete or (self.state in FINAL and "local" not in self._record.committed_in)
 
         with self._changed:
-            self._changed.wait_for(settled, timeout.total_seconds())
+            wait_awake(self._changed, settled, timeout.total_seconds())
             return self._record.complete
 
     def update(self, **changes: Any) -> None:

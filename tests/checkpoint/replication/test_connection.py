@@ -21,6 +21,7 @@ from resiliency.checkpoint.replication.hosts import HostTable
 from resiliency.checkpoint.replication.placement import Peer
 from resiliency.checkpoint.replication.replica_store import ReplicaStore
 from resiliency.checkpoint.replication.server import CONNECTIONS, PeerServer
+from resiliency.checkpoint.replication.transport import connection
 from resiliency.checkpoint.replication.transport.connection import CallDeadline, Link, Links
 from resiliency.checkpoint.replication.transport.handshake import PeerRefused, admit, connect, introduce
 from resiliency.checkpoint.replication.transport.messages import (
@@ -46,6 +47,7 @@ from tests.waiting import wait_until
 #: Longer than a busy machine stops one of two threads that talk to each other.
 SHORT = CallDeadline(silence=timedelta(seconds=1.5))
 CALM = CallDeadline(silence=timedelta(seconds=60))
+BEAT = encode(PeerHeartbeat())
 A, B = Peer(host="a", address="127.0.0.1", port=1), Peer(host="b", address="127.0.0.1", port=2)
 
 
@@ -101,6 +103,25 @@ def test_parts_of_files_travel_behind_a_message(tmp_path: Path, pair: tuple[Link
     with pytest.raises(CheckpointCorrupt, match="ends at byte 3000000"):
         link.send_file(Chunk(file=0, number=1), fd, 2_999_000, 2000)
     os.close(fd)
+
+
+def test_a_wait_that_this_process_slept_through_begins_again(
+    pair: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    link, theirs = pair
+    clock, slept_s = connection.awake_s, 10.0
+    began = clock()
+    monkeypatch.setattr(connection, "awake_s", lambda: began + max(clock() - began - slept_s, 0.0))
+    link.grant(CallDeadline(silence=timedelta(seconds=0.2)))
+    late = threading.Timer(0.7, theirs.sendall, [struct.pack("!4sIQ", b"rpp1", len(BEAT), 0) + BEAT])
+    late.start()
+    try:
+        assert link.receive() == (PeerHeartbeat(), 0)
+        slept_s = 0.0
+        with pytest.raises(PeerError, match="has moved no byte"):
+            link.receive()
+    finally:
+        late.join()
 
 
 @pytest.mark.parametrize(

@@ -516,6 +516,28 @@ def test_when_a_rank_is_stopped_one_that_is_stuck_with_it_leaves_with_128_and_th
     assert report[1].outcome is RankOutcome.HUNG
 
 
+def test_a_job_that_is_suspended_before_it_has_agreed_on_a_stop_agrees_when_it_goes_on(
+    rank_pool: RankPool, tmp_path: Path
+) -> None:
+    rank_pool.warm_up(2)
+    first, second = rank_pool.pids[:2]
+    deadline_s = 4.0
+
+    def act() -> None:
+        stop_process(second)  # first, so that it cannot answer
+        os.kill(first, signal.SIGTERM)
+        wait_until(lambda: Path(f"{held.fifo}-0").exists(), "rank 0 knows of no stop", timeout=SOON_S)
+        stop_process(first)
+        threading.Event().wait(1.2 * deadline_s)  # what is tested
+        for pid in (first, second):
+            os.kill(pid, signal.SIGCONT)
+
+    with Held(tmp_path, act) as held:
+        arguments = (deadline_s, (signal.SIGTERM,), str(held.fifo))
+        stops = rank_pool.run(stopping_ranks.stop_together, 2, *arguments, timeout=SOON_S).values
+    assert stops == [(stops[0][0], 0, ["SIGTERM"])] * 2
+
+
 def test_a_handler_of_the_program_may_ask_for_a_stop_wherever_it_interrupts_training(
     rank_pool: RankPool,
 ) -> None:

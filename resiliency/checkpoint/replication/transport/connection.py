@@ -18,7 +18,6 @@ import select
 import socket
 import struct
 import threading
-import time
 from dataclasses import dataclass
 from datetime import timedelta
 from types import TracebackType
@@ -26,6 +25,7 @@ from types import TracebackType
 from resiliency.checkpoint.replication.transport.messages import Message, PeerHeartbeat, decode, encode
 from resiliency.checkpoint.storage.interface import Buffer
 from resiliency.errors import CheckpointCorrupt, PeerError
+from resiliency.runtime import awake_s
 
 _MAGIC = b"rpp1"
 _PREFIX = struct.Struct("!4sIQ")
@@ -145,11 +145,13 @@ class Link:
             PeerError, LastWord: as `send_file`.
         """
         while True:
+            began = awake_s()
             ready = self._poll(select.POLLIN | select.POLLOUT, self._silence_s)
             if ready & select.POLLOUT:
                 return
             if not ready:
-                raise self._gone(TimeoutError())
+                self._check_time(TimeoutError(), began)
+                continue
             message, size = self.receive()
             if size or not isinstance(message, PeerHeartbeat):
                 raise UnexpectedReply(self.host, message)
@@ -171,7 +173,7 @@ class Link:
         Raises:
             PeerError: the other side is gone or silent, or breaks the protocol.
         """
-        deadline = time.monotonic() + self._silence_s
+        deadline = awake_s() + self._silence_s
         prefix = bytearray(_PREFIX.size)
         self._fill(memoryview(prefix), deadline)
         length, size = self._lengths(prefix, message_bytes)
@@ -217,7 +219,7 @@ class Link:
 
     def receive_bytes(self, target: memoryview) -> None:
         """Fill `target` with the bytes of a frame."""
-        self._fill(target, time.monotonic() + self._silence_s + target.nbytes / _LEAST_BYTES_PER_S)
+        self._fill(target, awake_s() + self._silence_s + target.nbytes / _LEAST_BYTES_PER_S)
 
     def is_readable(self, timeout_s: float = 0.0) -> bool:
         """Whether something came, the end of the connection included."""
@@ -233,11 +235,11 @@ class Link:
 
         A connection that is closed with unread bytes is reset, and takes our last word with it.
         """
-        deadline = time.monotonic() + min(self._silence_s, 5.0)
+        deadline = awake_s() + min(self._silence_s, 5.0)
         scratch = memoryview(bytearray(256 << 10))
         with contextlib.suppress(OSError, PeerError):
             self._socket.shutdown(socket.SHUT_WR)
-            while limit_bytes > 0 and time.monotonic() < deadline:
+            while limit_bytes > 0 and awake_s() < deadline:
                 count = self._receive_some(scratch, deadline)
                 if not count:
                     return
@@ -260,9 +262,11 @@ class Link:
         while left.nbytes:
             try:
                 # Of a frame that goes on, the first part waits for more instead of making a packet.
+                began = awake_s()
                 count = self._socket.send(left, socket.MSG_MORE if more else 0)
             except OSError as error:
-                raise self._gone(error) from error
+                self._check_time(error, began)
+                continue
             left = left[count:]
 
     def _fill(self, target: memoryview, deadline: float) -> None:
@@ -273,12 +277,13 @@ class Link:
             target = target[count:]
 
     def _receive_some(self, target: memoryview, deadline: float) -> int:
-        if time.monotonic() > deadline:
-            raise PeerError(f"{self.host} is too slow.", host=self.host)
-        try:
-            return self._socket.recv_into(target)
-        except OSError as error:
-            raise self._gone(error) from error
+        while True:
+            if (began := awake_s()) > deadline:
+                raise PeerError(f"{self.host} is too slow.", host=self.host)
+            try:
+                return self._socket.recv_into(target)
+            except OSError as error:
+                self._check_time(error, began)
 
     def _poll(self, events: int, timeout_s: float) -> int:
         poll = select.poll()
@@ -294,6 +299,11 @@ class Link:
         if magic != _MAGIC or length > message_bytes:
             raise PeerError(f"{self.host} does not speak this protocol: {bytes(prefix)!r}.", host=self.host)
         return length, size
+
+    def _check_time(self, error: OSError, began: float) -> None:
+        """Raise what a wait ended with, unless this process was stopped meanwhile: then it begins again."""
+        if not isinstance(error, TimeoutError) or awake_s() - began > self._silence_s / 2:
+            raise self._gone(error) from error
 
     def _gone(self, error: OSError) -> PeerError:
         if isinstance(error, TimeoutError):
