@@ -24,7 +24,6 @@ import random
 import select
 import socket
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Mapping
 from contextlib import suppress
@@ -32,6 +31,7 @@ from typing import Any
 
 from resiliency.errors import ConfigError
 from resiliency.forks import call_in_child
+from resiliency.runtime import awake_s
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -189,8 +189,8 @@ class DaemonLink:
                     self._socket = None
             if not self._closing:
                 pause_s = min(pause_s * 2 or FIRST_PAUSE_S, LONGEST_PAUSE_S)
-                end = time.monotonic() + pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - spread, not secret
-                while not self._closing and (left_s := end - time.monotonic()) > 0:
+                end = awake_s() + pause_s * random.uniform(0.5, 1.0)  # noqa: S311 - spread, not secret
+                while not self._closing and (left_s := end - awake_s()) > 0:
                     self._wait([], [], left_s)
 
     def _hold(self) -> None:
@@ -203,10 +203,10 @@ class DaemonLink:
         out, received = _line({"hello": hello}), b""
         sequence, acknowledged = 0, 0
         last_report = -REPORT_PERIOD_S
-        heard = time.monotonic()
+        heard = awake_s()
         closing_until = 0.0
         while True:
-            now = time.monotonic()
+            now = awake_s()
             if self._closing and not closing_until:
                 if not self.connected:
                     return
@@ -231,14 +231,13 @@ class DaemonLink:
                 data = connection.recv(65536)
                 if not data:
                     raise _Outage("it closed the connection")
-                heard = time.monotonic()
+                heard = awake_s()
                 *lines, received = (received + data).split(b"\n")
                 for line in lines:
                     acknowledged = max(acknowledged, self._take(json.loads(line)))
                 if len(received) > MAX_LINE_BYTES:
                     raise _Outage("it sends a line without an end")
-            elif time.monotonic() - heard > SILENCE_S:
-                # After a look at what came: this program may itself have been stopped for a while.
+            elif awake_s() - heard > SILENCE_S:
                 raise _Outage(f"it has not answered for {SILENCE_S:g} s")
 
     def _take_outcomes(self) -> bytes:

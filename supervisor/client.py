@@ -10,12 +10,12 @@ from __future__ import annotations
 
 import os
 import threading
-import time
 import uuid
 from collections.abc import Mapping
 
 from resiliency.daemon_link import DEFAULT_PORT, PORT_ENV, TOKEN_ENV, DaemonLink
 from resiliency.errors import ConfigError
+from resiliency.runtime import awake_s
 from supervisor.values import DeviceState, WorkloadInfo
 
 __all__ = ["DeviceState", "GoogleCloudResiliencyClient"]
@@ -79,7 +79,7 @@ class GoogleCloudResiliencyClient:
         """Say what this rank is: RUNNING until then.  Counts as a heartbeat."""
         with self._lock:
             self._state = DeviceState(state)
-            self._heartbeat = time.monotonic()
+            self._heartbeat = awake_s()
         self._link.report_soon()
 
     def send_heartbeat(self, step: int | None = None) -> None:
@@ -87,7 +87,7 @@ class GoogleCloudResiliencyClient:
         if step is not None and step < 0:
             raise ConfigError(f"step must be 0 or more, found {step}.", step=step)
         with self._lock:
-            self._heartbeat = time.monotonic()
+            self._heartbeat = awake_s()
             if step is not None:
                 self._step = (step, self._heartbeat)
         # The link's next periodic report carries it: a heartbeat costs no wake-up.
@@ -105,7 +105,7 @@ class GoogleCloudResiliencyClient:
     def _make_report(self) -> Mapping[str, object]:
         with self._lock:
             state, heartbeat, step = self._state, self._heartbeat, self._step
-        now = time.monotonic()
+        now = awake_s()
         worker: dict[str, object] = {
             "local_rank": self._local_rank,
             "global_rank": self._global_rank,

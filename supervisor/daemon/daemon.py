@@ -24,7 +24,7 @@ from typing import Any
 from resiliency import __version__
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
-from resiliency.runtime import SystemClock
+from resiliency.runtime import AwakeClock
 from resiliency.tasks import first_of, wait_for
 from supervisor.daemon.host_check import check_host, while_idle
 from supervisor.daemon.local_server import LocalServer
@@ -67,7 +67,7 @@ class HostDaemon:
             address=f"{settings.address}:{settings.port}",
             workers_per_host=settings.workers_per_host,
         )
-        self._workers = HostWorkers(host, uuid.uuid4().hex, SystemClock())
+        self._workers = HostWorkers(host, uuid.uuid4().hex, AwakeClock())
         self._local = LocalServer(self._workers, changed=self._changed, token=settings.launcher_token)
         self._fence_path = settings.state_dir / f"fence-{settings.host}-{settings.launcher_port}.json"
         self._fence = _load_fence(self._fence_path)

@@ -11,13 +11,13 @@ from __future__ import annotations
 import asyncio
 import json
 import logging
-import time
 from collections import Counter
 from collections.abc import Iterable
 from contextlib import suppress
 from datetime import datetime, timezone
 
 from resiliency.errors import ControlPlaneError
+from resiliency.runtime import awake_s
 from resiliency.tasks import wait_for
 from supervisor.control import ControllerCore
 from supervisor.decision.controller import Input
@@ -73,10 +73,10 @@ class ControllerPart:
     def __init__(self, settings: PartSettings, log: EventLog) -> None:
         self._settings = settings
         policy = settings.policy(settings.thresholds, shadow=settings.shadow)
-        self._core = ControllerCore(policy, log, time.monotonic())
+        self._core = ControllerCore(policy, log, awake_s())
         self._core.recorded = self._note
         self._log = log
-        self._began = time.monotonic()
+        self._began = awake_s()
         self._tasks = Tasks()
         self._wake = asyncio.Event()
         self._commands = asyncio.Event()
@@ -142,7 +142,7 @@ class ControllerPart:
             workloads=() if after else tuple(self._core.state.workloads.values()),
             hosts=tuple(hosts[:KNOWN_HOSTS]),
             more=len(hosts) > KNOWN_HOSTS,
-            progress=() if after else tuple(self._core.progress(time.monotonic())),
+            progress=() if after else tuple(self._core.progress(awake_s())),
         )
 
     def _take(self, inputs: Iterable[Input]) -> None:
@@ -152,7 +152,7 @@ class ControllerPart:
             Refused: the log takes nothing, so nothing was decided; the caller tells it again later.
         """
         try:
-            commands = self._core.take_all(inputs, time.monotonic())
+            commands = self._core.take_all(inputs, awake_s())
         except LogDeposed as error:
             self._tasks.fail(error)
             raise Refused(str(error), reason=Reason.INTERNAL) from error
@@ -195,16 +195,16 @@ class ControllerPart:
             self._job_events.add_closed(await self.status(), datetime.now(timezone.utc))
 
     async def _watch_time(self) -> None:
-        look_at = time.monotonic() + LOOK_S
+        look_at = awake_s() + LOOK_S
         while True:
-            now = time.monotonic()
+            now = awake_s()
             waits = (self._core.wake_after(now), look_at - now)
             self._wake.clear()
             with suppress(asyncio.TimeoutError):
                 await wait_for(self._wake.wait(), max(0.05, min(wait for wait in waits if wait is not None)))
-                if time.monotonic() < look_at:  # steps alone come more often than that
+                if awake_s() < look_at:  # steps alone come more often than that
                     continue  # something else has changed: how long to wait is another question now
-            look_at = time.monotonic() + LOOK_S
+            look_at = awake_s() + LOOK_S
             try:
                 self._take((None,))
             except Refused:
@@ -247,7 +247,7 @@ class ControllerPart:
                 self._from_sensor.succeeded()
             except ControlPlaneError as error:
                 self._from_sensor.failed(error)
-        now = time.monotonic()
+        now = awake_s()
         around = Surroundings(
             epoch=self._log.epoch,
             uptime_s=now - self._began,
@@ -318,7 +318,7 @@ class ControllerPart:
         return ", and the silent hosts count as lost"
 
     async def history(self, request: HistoryRequest) -> History:
-        now = self._core.at(time.monotonic())
+        now = self._core.at(awake_s())
         try:
             written = self._log.newest(limit=request.limit, since=request.since)
         except LogError as error:

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 import pytest
 
+from resiliency.runtime import elapsed_s
 from supervisor.execution import Executor, Pace, Perform
 from supervisor.orchestrators.gke import RIGHTS
 from supervisor.orchestrators.gke.view import Times
@@ -81,7 +82,7 @@ async def without_a_server_for_long_at(scenario: Scenario, fault: Fault) -> None
     times = replace(TIMES, lease_s=1.0)
 
     def has_lapsed(cluster: Cluster, adapter: Adapter) -> bool:
-        lapsed_for = time.monotonic() - adapter.orchestrator._lease._until
+        lapsed_for = elapsed_s() - adapter.orchestrator._lease._until
         return lapsed_for > 3 * times.lease_s / 5 and cluster.api.missed > 5
 
     await _without_a_server_at(scenario, fault, times, has_lapsed)

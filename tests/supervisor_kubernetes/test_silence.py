@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from supervisor.orchestrator import Answer
+from supervisor.orchestrators.gke import lease
 from supervisor.orchestrators.gke.lease import NotHolder
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Cluster, Fault
@@ -255,6 +256,26 @@ def test_an_adapter_that_could_not_renew_its_lease_says_so_and_names_no_other_ho
                 adapter.orchestrator._lease.check()
             cluster.api.faults.clear()
             assert (await adapter.do("c2", CommandKind.UNCORDON_HOST, **cordon)).status is DONE
+
+    run(work())
+
+
+def test_an_adapter_has_no_lease_after_its_machine_was_suspended_for_as_long(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """`time.monotonic` says nothing of that."""
+
+    async def work() -> None:
+        async with cluster_of("n1", waits=Waits()) as cluster, Adapter(cluster, "one", Times()) as adapter:
+            await adapter.do("c1", CommandKind.CORDON_HOST, host=host(cluster, "n1"))
+            kept = adapter.orchestrator._lease
+            kept.check()
+            slept_s = Times().lease_s
+            monkeypatch.setattr(lease, "elapsed_s", lambda: time.monotonic() + slept_s)
+            with pytest.raises(NotHolder):
+                kept.check()
+            await kept.admit(1)
+            kept.check()
 
     run(work())
 

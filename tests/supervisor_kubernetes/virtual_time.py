@@ -29,6 +29,9 @@ class _Clock:
     def monotonic(self) -> float:
         return self._monotonic + self.passed_s
 
+    def gettime(self, _: int) -> float:
+        return self.monotonic()
+
     def time(self) -> float:
         return self._time + self.passed_s
 
@@ -56,11 +59,12 @@ class _Selector(selectors.SelectSelector):
 
 
 def run_in_virtual_time(work: Awaitable[T], *, limit_s: float = 3600.0) -> T:
-    """What `work` returns; `time.time` and `time.monotonic` are of the loop's clock meanwhile."""
+    """What `work` returns; all clocks of `time` are the loop's meanwhile."""
     clock = _Clock()
     with (
         mock.patch.object(time, "monotonic", clock.monotonic),
         mock.patch.object(time, "time", clock.time),
+        mock.patch.object(time, "clock_gettime", clock.gettime),
         closing(asyncio.SelectorEventLoop(_Selector(clock))) as loop,
     ):
         asyncio.set_event_loop(loop)

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from resiliency.errors import ControlPlaneError
-from resiliency.testing.processes import stop_process
+from resiliency.testing.processes import stop_process, suspended
 from supervisor.orchestrators.processes import Marked, kill_all
 from supervisor.parts.run import LOG_NAME
 from supervisor.values import CommandKind, OutcomeStatus, Request
@@ -226,6 +226,20 @@ def test_a_launcher_that_is_stopped_beside_ranks_that_go_on_is_left_alone(twins:
     status = twins.is_whole()
     assert {one.outcome for one in status.commands} <= {OutcomeStatus.WITHDRAWN}
     assert twins.processes("a", "rank") == ranks
+
+
+@fault(
+    "supervisor and all hosts at once", "SIGSTOP for longer than all limits, later SIGCONT", "nothing is done"
+)
+def test_a_fleet_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
+    with open_twins(tmp_path, thresholds=STILL) as twins:
+        twins.start_all()
+        of_hosts = [one for host in twins.hosts for one in twins.processes(host)]
+        with suspended(*(twins.plane.programs[part] for part in PARTS)), stopped(of_hosts):
+            wait_for_seconds(2 * TIMEOUT_S)
+        twins.is_whole()
+        wait_for_seconds(TIMEOUT_S)
+        twins.did_nothing()
 
 
 # ------------------------------------------------------------------------------------- network and clocks

@@ -2,7 +2,8 @@
 """The Lease: one adapter writes at a time, and the highest epoch of a controller that any of them has seen.
 
 A holder that cannot renew stops before another one may begin: it counts from before its last renewal, the
-others from when they saw it.  No time of two machines is compared.
+others from when they saw it.  No time of two machines is compared, and the time in which this one is
+suspended counts: the others go on meanwhile.
 """
 
 from __future__ import annotations
@@ -11,10 +12,10 @@ import asyncio
 import copy
 import logging
 import math
-import time
 from contextlib import suppress
 from datetime import datetime, timezone
 
+from resiliency.runtime import elapsed_s
 from resiliency.tasks import wait_for
 from supervisor.orchestrators.gke.client import LEASES, Api, ApiError, Object
 
@@ -83,7 +84,7 @@ class WriterLease:
             ApiError: the Lease cannot be written.
         """
         async with self._lock:
-            if time.monotonic() >= self._until:
+            if elapsed_s() >= self._until:
                 await self._renew()
             self.check()
             known = self._mine or await self._api.get(LEASES, NAME, self._namespace)
@@ -98,7 +99,7 @@ class WriterLease:
 
     def check(self) -> None:
         """Raise NotHolder where another one may write by now."""
-        if time.monotonic() < self._until:
+        if elapsed_s() < self._until:
             return
         name = f"{self._namespace}/{NAME}"
         if self._holder == self._identity:
@@ -110,7 +111,7 @@ class WriterLease:
 
     def served_for(self) -> float:
         """Seconds for which the API server has answered renewals without a gap; 0 while it does not."""
-        now, (since, last) = time.monotonic(), self._served
+        now, (since, last) = elapsed_s(), self._served
         return now - since if now - last < self._valid_s else 0.0
 
     @property
@@ -119,7 +120,7 @@ class WriterLease:
         return self._lease_s * 2 / 3
 
     async def _renew(self) -> None:
-        asked_at = time.monotonic()
+        asked_at = elapsed_s()
         known = self._mine or await self._api.try_get(LEASES, NAME, self._namespace)
         await self._hold(known, asked_at)
         since, last = self._served
@@ -137,7 +138,7 @@ class WriterLease:
             holder = spec.get("holderIdentity") or ""
             version = known["metadata"]["resourceVersion"]
             if version != self._seen[0]:
-                self._seen = (version, time.monotonic())
+                self._seen = (version, elapsed_s())
             if holder not in ("", self._identity) and asked_at - self._seen[1] < self._lease_s:
                 self._until, self._holder = 0.0, holder
                 return

@@ -15,7 +15,6 @@ import signal
 import subprocess
 import sys
 import threading
-import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
@@ -23,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.daemon_link import DaemonLink, read_generation, to_fleet_attempt, to_launcher_attempt
+from resiliency.runtime import awake_since
 
 #: Ends with its twin.  Its file says: attempt, last step, and when that was.
 RANK = """
@@ -105,7 +105,7 @@ class Twin:
         except FileNotFoundError:
             at = when = "-"
         if at == str(attempt) and when != "-":
-            worker |= {"step": int(step), "step_age_s": max(time.monotonic() - float(when), 0.0)}
+            worker |= {"step": int(step), "step_age_s": awake_since(float(when))}
         return {"attempt": attempt, "launcher": "running", "workers": [worker]}
 
     def take(self, command: Mapping[str, Any]) -> None:
