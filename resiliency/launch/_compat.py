@@ -34,13 +34,13 @@ from dataclasses import replace
 from datetime import datetime, timedelta, timezone
 from operator import methodcaller
 from pathlib import Path
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any, TypeVar
 
 from resiliency.errors import ConfigError, UntestedVersion
 from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
-from resiliency.runtime import addresses_of, interface_towards
+from resiliency.runtime import addresses_of, awake_s, interface_towards
 
 #: Versions of nvidia-resiliency-ext that this release was tested with.
 TESTED_VERSIONS = ("0.4.1",)
@@ -129,6 +129,8 @@ def _method_name(depth: int = 2) -> str:
 
 
 _ft_rendezvous.get_method_name = _method_name
+# All that these two measure are limits on other processes; `time` is a hook of both.
+_ft_rendezvous.time = rank_monitor_server.time = SimpleNamespace(monotonic=awake_s)
 
 UnhealthyNodeException = _launcher.UnhealthyNodeException
 run_script_path = _launcher.run_script_path
@@ -176,6 +178,7 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
         "_NodeDesc",
         "_RendezvousState",
         "get_method_name",
+        "time",
     ),
     _ft_rendezvous._BackendRendezvousStateHolder: ("sync", "_sanitize"),
     _ft_rendezvous.FtRendezvousHandler: (
@@ -186,6 +189,7 @@ HOOKS: Mapping[Any, tuple[str, ...]] = {
     _c10d.C10dRendezvousBackend: ("_NULL_SENTINEL",),
     _processes: ("_terminate_process_handler", "get_subprocess_handler"),
     _subprocess_handler.SubprocessHandler: ("_popen",),
+    rank_monitor_server: ("time",),
     rank_monitor_server.RankMonitorServer: (
         *("_handle_timeout", "_is_hb_timeout_elapsed", "run_in_subprocess"),
         *("_handle_heartbeat_msg", "_handle_section_msg"),
@@ -202,6 +206,8 @@ LEAST_LOOK_S, LOOK_PER_HOST_S, MOST_LOOK_S = 0.1, 0.005, 1.0
 #: Ranks whose peers are gone fail by themselves, as a rule.  Only after this they are told to end, which they
 #: would take for a wish to save a last step together with all others.
 FAIL_ALONE_S = 1.0
+#: A launcher that was stopped for longer says so.
+TELL_STOPPED_S = 5.0
 NVIDIA_DRIVER = "/dev/nvidiactl"
 #: Seconds, for --rdzv-conf keys that are not given; NVRx's own, larger than torch's.
 RENDEZVOUS_DEFAULTS = {"timeout": "900", "join_timeout": "900", "close_timeout": "600", "read_timeout": "600"}
@@ -249,7 +255,7 @@ def hang_note(directory: Path, pid: int) -> Path:
 
 
 def _why_hung(monitor: Any) -> str:
-    if monitor._is_hb_timeout_elapsed(time.monotonic()):
+    if monitor._is_hb_timeout_elapsed(awake_s()):
         if monitor.last_hb_time is None:
             return f"no first heartbeat within {monitor.cfg.initial_rank_heartbeat_timeout:g} s"
         return f"no heartbeat within {monitor.cfg.rank_heartbeat_timeout:g} s"
@@ -413,12 +419,19 @@ def _look_s(hosts: int) -> float:
 
 
 class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
-    """Upstream's, which also drops hosts whose launchers are known to have ended: they count as silent."""
+    """Upstream's, which also drops hosts whose launchers are known to have ended: they count as silent.
+
+    Upstream compares the last sign of life of each host with the wall clock.  Here the time in which this
+    launcher was stopped makes no host older, itself included: a suspended job would lose all of them.
+    """
 
     def __init__(self, backend: Any, settings: Any) -> None:
         super().__init__(backend, settings)
         self._cache_duration: float = MOST_LOOK_S
         self._ended: frozenset[Any] = frozenset()
+        #: Of each host: its last sign of life as it said it, and later by the time in which this one slept.
+        self._signs: dict[Any, tuple[datetime, datetime]] = {}
+        self._asleep_s = time.time() - awake_s()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -438,12 +451,29 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
         self._last_sync_time = -1
 
     def _sanitize(self) -> None:
-        heartbeats = self._state.last_heartbeats
-        known = self._ended & heartbeats.keys()
-        heartbeats.update(dict.fromkeys(known, datetime.min))
+        said = self._state.last_heartbeats
+        known = self._ended & said.keys()
+        self._count_signs(said)
+        counted = {node: at for node, (_, at) in self._signs.items()}
+        self._state.last_heartbeats = {**counted, **dict.fromkeys(known, datetime.min)}
         super()._sanitize()
+        self._state.last_heartbeats = {node: said[node] for node in self._state.last_heartbeats}
         if known:  # told at once: a newcomer, which watches nobody, would complete a rendezvous with them
             self.mark_dirty()
+
+    def _count_signs(self, said: Mapping[Any, datetime]) -> None:
+        now, asleep_s = _utc_now(), time.time() - awake_s()
+        slept, self._asleep_s = max(asleep_s - self._asleep_s, 0.0), asleep_s
+        if slept > TELL_STOPPED_S:
+            logger.warning(
+                "launcher stopped for %.0f s: suspended, frozen or without a core; limits leave it out", slept
+            )
+        before, self._signs = self._signs, {}
+        for node, at in said.items():
+            last, counted = before.get(node, (None, at))
+            later = (counted if last == at else at) + timedelta(seconds=slept)
+            # One that came while this launcher slept is not older than this moment.
+            self._signs[node] = at, max(min(later, now), at)
 
 
 class _RendezvousValue:
@@ -864,8 +894,8 @@ class HostRendezvous(_ft_rendezvous.FtRendezvousHandler):
         waiting, lost = int(super().num_nodes_waiting()), []
         if self.sees_losses:
             lost = self.lost_hosts()
-            self._lost_since = (self._lost_since or time.monotonic()) if lost else 0.0
-            if lost and time.monotonic() < self._lost_since + FAIL_ALONE_S:
+            self._lost_since = (self._lost_since or awake_s()) if lost else 0.0
+            if lost and awake_s() < self._lost_since + FAIL_ALONE_S:
                 return 0
             if (waiting or lost) and self.on_change is not None:
                 self.on_change(waiting, lost)
@@ -1042,8 +1072,8 @@ class HookedAgent(_launcher.LocalElasticAgent):
         if not rendezvous.sees_losses or self.host_count == 1 or not self.were_asked_to_end():
             return False
         if self._wait_until is None:
-            self._wait_until = time.monotonic() + self._exit_barrier_timeout
-        if time.monotonic() >= self._wait_until:
+            self._wait_until = awake_s() + self._exit_barrier_timeout
+        if awake_s() >= self._wait_until:
             return False
         if not rendezvous.try_report_success(0):
             return rendezvous.outside is not None  # a store that comes back; else nobody can meet again

@@ -13,7 +13,6 @@ import logging
 import os
 import select
 import signal
-import time
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
@@ -53,7 +52,7 @@ from resiliency.launch.reaction import waits_natively
 from resiliency.launch.standby import Standby
 from resiliency.launch.watch import SignalBox, WorkerWatch
 from resiliency.proc_stat import has_ended
-from resiliency.runtime import StopNote, name_ranks
+from resiliency.runtime import StopNote, awake_s, name_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -262,9 +261,9 @@ class ResilientAgent(HookedAgent):
         it takes with it.  Ranks that wait in native code, in a collective, are not about to end.  A signal or
         a command ends the wait.
         """
-        deadline = time.monotonic() + LAST_WORDS_S
+        deadline = awake_s() + LAST_WORDS_S
         waited: set[int] = set()
-        while not self._failures.are_explained() and time.monotonic() < deadline:
+        while not self._failures.are_explained() and awake_s() < deadline:
             running = {pid for pid in self.pids.values() if not has_ended(pid)}
             self._add_failures(self.failures_so_far())
             to_come = [one for one in self.failures_to_come() if read_error_file(one.error_file_data)]
@@ -356,14 +355,14 @@ class ResilientAgent(HookedAgent):
 
     def _wait_for_end(self, workers: Sequence[Process], number: signal.Signals, grace_s: float) -> str:
         """Why those that are left have to be killed; "" when there are none."""
-        deadline = time.monotonic() + grace_s
+        deadline = awake_s() + grace_s
         stuck_before = False
         while not guardian.wait_until_gone(
-            workers, min(REACTION_S, max(deadline - time.monotonic(), 0.0)), self._signals.at_once_fd
+            workers, min(REACTION_S, max(deadline - awake_s(), 0.0)), self._signals.at_once_fd
         ):
             if self._signals.at_once:
                 return "a second signal came"
-            if time.monotonic() >= deadline:
+            if awake_s() >= deadline:
                 return f"they outlived {number.name} by {grace_s:g} s"
             # When the launcher was asked to end, ranks may wait for each other on their way to a last save.
             stuck = self._signals.first is None and all(
@@ -447,9 +446,9 @@ def wait_for_command(
     Args:
         look: called each second; what goes on beside the wait.
     """
-    deadline = time.monotonic() + seconds
+    deadline = awake_s() + seconds
     wakes = [reporter.wake_fd] if reporter.wake_fd >= 0 else []
-    while (left := deadline - time.monotonic()) > 0 and not is_over():
+    while (left := deadline - awake_s()) > 0 and not is_over():
         select.select(wakes, [], [], min(left, PAUSE_LOOK_S))
         look()
         if (command := reporter.try_take_command()) is not None:

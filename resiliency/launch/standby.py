@@ -36,6 +36,7 @@ from resiliency.runtime import (
     JOB_ENV,
     RUN_DIR_ENV,
     STOP_NOTES_ENV,
+    awake_s,
 )
 from resiliency.template import entry
 from resiliency.template.client import ForkedProcess, ForkRefused, StillImporting, Template, TemplateLost
@@ -306,14 +307,14 @@ class Standby:
         return template.ready and self._template is template
 
     def _wait_for(self, template: Template) -> None:
-        now = time.monotonic()
+        now = awake_s()
         self._wait_until = self._wait_until or now + WAIT_TIMEOUT.total_seconds()
         try:
             while not template.wait_until_ready(_LOOK, self.wake_fd):
                 if self._must_end():
                     return
                 self._check_progress(template)
-                if time.monotonic() >= self._wait_until:
+                if awake_s() >= self._wait_until:
                     self._tell("ranks start the ordinary way: the template still imports")
                     return
                 if self._progress.module and self._progress.module_s() > TELL_TIMEOUT.total_seconds():
@@ -344,10 +345,10 @@ class Standby:
             size = 0
         if self._seen != (template.modules, size):
             self._seen = template.modules, size
-            self._settled_at = time.monotonic() + _SETTLED_S
+            self._settled_at = awake_s() + _SETTLED_S
         holds_all = bool(self._preload) or (template.repeated > 0 and template.followed >= size)
         has_grown = template.modules > _GROWN * self._reported_modules
-        return template.ready and holds_all and has_grown and time.monotonic() > self._settled_at
+        return template.ready and holds_all and has_grown and awake_s() > self._settled_at
 
     def _is_ahead(self, template: Template) -> bool:
         """Whether it has done the larger part of what a rank imports: a fresh start would end later."""
@@ -389,13 +390,13 @@ class _ImportProgress:
         self.module = ""
         #: When the file was written: what it names may be imported again.
         self._written_ns = 0
-        self._module_at = self._active_at = time.monotonic()
+        self._module_at = self._active_at = awake_s()
         self._used: list[str] = []
         #: Processor time, and what it was when the import of the module began.
         self._cpu_s = self._module_cpu_s = 0.0
 
     def look(self, template: Template) -> None:
-        now, stat = time.monotonic(), stat_fields(template.pid)
+        now, stat = awake_s(), stat_fields(template.pid)
         if not stat:  # it is gone, as the next message tells
             return
         self._cpu_s = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
@@ -414,11 +415,11 @@ class _ImportProgress:
 
     def module_s(self) -> float:
         """For how long it has imported the same module."""
-        return time.monotonic() - self._module_at
+        return awake_s() - self._module_at
 
     def hung_s(self) -> float:
         """For how long it has hung, after which it is of no use; else 0."""
-        idle_s = time.monotonic() - self._active_at
+        idle_s = awake_s() - self._active_at
         if idle_s > HANG_TIMEOUT.total_seconds():
             return idle_s
         return self.module_s() if self._cpu_s - self._module_cpu_s > WAIT_TIMEOUT.total_seconds() else 0.0

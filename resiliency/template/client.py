@@ -27,6 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from resiliency.errors import ResiliencyError
+from resiliency.runtime import awake_s
 from resiliency.template import program, server
 from resiliency.template.program import Become, PythonCommand
 from resiliency.template.safety import close_files, passed_on
@@ -103,14 +104,14 @@ class ForkedProcess:
         return code
 
     def _wait_for_end(self, timeout: float | None) -> None:
-        deadline = None if timeout is None else time.monotonic() + timeout
+        deadline = None if timeout is None else awake_s() + timeout
         try:
             with _pidfd(self.pid) as ended:
                 ended.poll(None if timeout is None else max(timeout, 0) * 1000)
         except ProcessLookupError:  # another thread has seen it end meanwhile
             return
         except OSError:  # the kernel has no pidfd: look every 20 ms
-            while self.poll() is None and (deadline is None or time.monotonic() < deadline):
+            while self.poll() is None and (deadline is None or awake_s() < deadline):
                 time.sleep(0.02)
 
     def send_signal(self, number: int) -> None:
@@ -244,10 +245,10 @@ class Template:
         Raises:
             TemplateLost: it is gone.
         """
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = awake_s() + timeout.total_seconds()
         with self._lock:
             while not self.ready:
-                if not self._readable(max(deadline - time.monotonic(), 0.0), wake_fd):
+                if not self._readable(max(deadline - awake_s(), 0.0), wake_fd):
                     return False
                 self._take_in(self._receive())
         return True
@@ -403,16 +404,18 @@ class Template:
         self.close()
 
     def _reply(self, timeout: timedelta) -> dict[str, Any]:
-        began = time.monotonic()
+        began = awake_s()
         deadline, last = began + timeout.total_seconds(), began + max(timeout, CHECK_TIMEOUT).total_seconds()
         while True:
-            if not self._readable(max(min(deadline, last) - time.monotonic(), 0.0)):
-                raise self.lose(f"did not answer within {time.monotonic() - began:.0f} s")
+            if not self._readable(max(min(deadline, last) - awake_s(), 0.0)):
+                if awake_s() < min(deadline, last):
+                    continue
+                raise self.lose(f"did not answer within {awake_s() - began:.0f} s")
             message = self._receive()
             if message.get("number") == self._forks:
                 return message
             if message.get("state") == "checking":
-                deadline = time.monotonic() + timeout.total_seconds()
+                deadline = awake_s() + timeout.total_seconds()
             self._take_in(message)
             if (
                 message.get("state") == "busy"

@@ -73,6 +73,49 @@ def test_a_host_that_the_others_have_met_without_can_still_say_that_it_is_done(
     assert host.try_report_success(0)
 
 
+@pytest.mark.parametrize(
+    ("silent_s", "slept_s", "is_new", "ended", "is_there"),
+    [
+        (1, 0, False, False, True),
+        (16, 0, False, False, False),
+        (46, 45, False, False, True),  # this launcher was stopped, and the host with it
+        (46, 45, True, False, True),  # its last sign of life came just before that
+        (62, 45, False, False, False),
+        (46, 45, False, True, False),  # its launcher is known to have ended
+        (3600, 3599, False, False, True),  # a clock that was set, or a machine that slept
+        (16, -60, False, False, False),
+    ],
+)
+def test_a_host_is_silent_only_for_the_time_in_which_this_launcher_ran(
+    monkeypatch: pytest.MonkeyPatch,
+    silent_s: float,
+    slept_s: float,
+    is_new: bool,
+    ended: bool,
+    is_there: bool,
+) -> None:
+    rendezvous = _compat._ft_rendezvous
+    settings = rendezvous.RendezvousSettings(
+        *("job", 2, 2, rendezvous.RendezvousTimeout()),
+        keep_alive_interval=timedelta(seconds=5),
+        keep_alive_max_attempt=3,
+    )
+    clock = _compat.awake_s
+    holder = _compat._StateHolder(None, settings)
+    node = rendezvous._NodeDesc("host", 1, 1)
+    said = _compat._utc_now() - timedelta(seconds=silent_s)
+    if not is_new:
+        holder._count_signs({node: said})
+    if ended:
+        holder.drop(node)
+    monkeypatch.setattr(_compat, "awake_s", lambda: clock() - slept_s)
+    holder.state.last_heartbeats[node] = said
+    holder.state.participants[node] = 0
+    holder._sanitize()
+    assert (node in holder.state.participants) == is_there
+    assert holder.state.last_heartbeats == ({node: said} if is_there else {})
+
+
 def test_the_end_of_a_launcher_is_told_to_those_that_watch_nobody_yet() -> None:
     """A newcomer would complete a meeting with one that has ended: hosts would not agree on their number."""
     rendezvous = _compat._ft_rendezvous

@@ -103,5 +103,22 @@ def test_without_a_thread_all_time_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert runtime.awake_s() == 90.0
 
 
+#: Where a limit ends, replaces or gives up another process.
+JUDGES = (
+    *("daemon_link", "checkpoint/agent/client", "checkpoint/agent/server", "checkpoint/agent/save_collector"),
+    *("checkpoint/storage/watched", "checkpoint/replication/completion_link"),
+    *("checkpoint/replication/receiver", "checkpoint/replication/transport/connection"),
+    *("checkpoint/stop/stop_link", "checkpoint/stop/termination", "data/dispatch/client"),
+    *("launch/agent", "launch/_compat", "launch/rendezvous/reconnecting_store", "launch/standby"),
+    "template/client",
+)
+
+
+def test_modules_that_judge_other_processes_read_no_other_clock() -> None:
+    sources = {name: (ROOT / "resiliency" / f"{name}.py").read_text() for name in JUDGES}
+    assert not [name for name, source in sources.items() if "time.monotonic" in source]
+    assert not [name for name, source in sources.items() if "awake_s" not in source]
+
+
 def test_a_tick_is_short_beside_the_shortest_limit() -> None:
     assert TICK_S < MOST_AWAKE_S <= 0.5

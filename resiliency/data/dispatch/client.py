@@ -18,7 +18,6 @@ import logging
 import secrets
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Mapping
 from datetime import timedelta
 from types import TracebackType
@@ -41,6 +40,7 @@ from resiliency.data.dispatch.wire import (
 )
 from resiliency.data.progress import check_whole
 from resiliency.errors import ConfigError, DataError, PeerError, ResiliencyError
+from resiliency.runtime import awake_s
 
 log = logging.getLogger(__name__)
 
@@ -138,12 +138,12 @@ class DataClient:
             StaleRange: the attempt is over, or another process has this worker's name.
             PeerError: there is no server.
         """
-        deadline = time.monotonic() + self._max_wait_s
+        deadline = awake_s() + self._max_wait_s
         while True:
-            found = self._grant(hold_s=max(0.0, deadline - time.monotonic()))
+            found = self._grant(hold_s=max(0.0, deadline - awake_s()))
             if found is not Answer.WAIT:
                 return found if isinstance(found, SampleRange) else None
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise DataError(
                     f"no range within {self._max_wait_s:g} s: other workers hold the last ones, or no more "
                     "were added.",
@@ -221,13 +221,13 @@ class DataClient:
                 hint="In a step without samples say sampler.advance(0, step=n), or client.finish_step(n) "
                 "after its collective.",
             )
-        deadline = time.monotonic() + timeout.total_seconds()
+        deadline = awake_s() + timeout.total_seconds()
         while True:
-            left_s = max(0.0, deadline - time.monotonic())
+            left_s = max(0.0, deadline - awake_s())
             answer = self._ask("commit", step=step, hold_s=min(left_s, self._hold_s))
             if answer["answer"] != Answer.WAIT.value:
                 break
-            if time.monotonic() > deadline:
+            if awake_s() > deadline:
                 raise DataError(
                     f"step {step} cannot be committed: workers {answer['workers']} used ranges in it, and "
                     f"did not say within {timeout.total_seconds():g} s that it is over.",
@@ -272,7 +272,7 @@ class DataClient:
         if self._ended.is_set():
             return
         self._ended.set()
-        deadline = time.monotonic() + _LEAVE_S
+        deadline = awake_s() + _LEAVE_S
         if self._lock.acquire(timeout=_LEAVE_S):  # else the heartbeats try to reach a server that is away
             try:
                 self._requests.join(deadline)
@@ -335,13 +335,13 @@ class DataClient:
 
     def _retried(self, ask: Callable[[float], Plain]) -> Plain:
         """What `ask` returns, called with a deadline, until the server answers."""
-        deadline = time.monotonic() + self._timeout_s
+        deadline = awake_s() + self._timeout_s
         while True:
             try:
-                return ask(min(deadline, time.monotonic() + _TRY_S))
+                return ask(min(deadline, awake_s() + _TRY_S))
             except OSError as error:
                 self._requests.close()
-                if time.monotonic() + _PAUSE_S > deadline:
+                if awake_s() + _PAUSE_S > deadline:
                     raise PeerError(
                         f"no answer from the data server at {self._requests.address} within "
                         f"{self._timeout_s:g} s: {error!r}",
@@ -360,7 +360,7 @@ class DataClient:
                 try:
                     if not self._ended.is_set():
                         self._requests.close()
-                        self._requests.join(time.monotonic() + min(_TRY_S, self._lease_s / 3))
+                        self._requests.join(awake_s() + min(_TRY_S, self._lease_s / 3))
                 except OSError as error:
                     log.debug("worker %s could not say that it lives: %r", self.worker, error)
                 except ResiliencyError as error:
@@ -485,6 +485,6 @@ class _ServerConnection:
 
 
 def _left(deadline: float) -> float:
-    if (left := deadline - time.monotonic()) <= 0:
+    if (left := deadline - awake_s()) <= 0:
         raise TimeoutError("the data server did not answer in time")
     return left

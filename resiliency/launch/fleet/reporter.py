@@ -37,7 +37,7 @@ from resiliency.launch.health.causes import Advice, Diagnosis
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import StepPage
-from resiliency.runtime import FAILURE_DOMAINS_ENV, RunInfo
+from resiliency.runtime import FAILURE_DOMAINS_ENV, RunInfo, awake_since
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -167,7 +167,7 @@ class DaemonReporter:
             "attempt": to_fleet_attempt(self._generation, attempt),
             "launcher": state.value,
             "workers": [
-                _worker(local_rank, rank, worker_state, self._page, now)
+                _worker(local_rank, rank, worker_state, self._page)
                 for local_rank, (rank, _, worker_state) in workers.items()
             ],
             "diagnoses": [{**diagnosis, "age_s": max(now - at, 0.0)} for at, diagnosis in diagnoses],
@@ -203,7 +203,7 @@ class DaemonReporter:
         self.finish_command(command, done=bool(stacks), text=brief or "this host has none of these ranks")
 
 
-def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage, now: float) -> dict[str, object]:
+def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage) -> dict[str, object]:
     seen = page.read(local_rank)
     worker: dict[str, object] = {
         "local_rank": local_rank,
@@ -213,10 +213,10 @@ def _worker(local_rank: int, rank: int, state: WorkerReport, page: StepPage, now
         "heartbeat_age_s": 0.0,
     }
     if seen.heartbeat_time is not None:
-        worker["monitor_age_s"] = max(now - seen.heartbeat_time, 0.0)
+        worker["monitor_age_s"] = awake_since(seen.heartbeat_time)
     if seen.step is not None and seen.step_time is not None:
         worker["step"] = seen.step
-        worker["step_age_s"] = max(now - seen.step_time, 0.0)
+        worker["step_age_s"] = awake_since(seen.step_time)
     if seen.kept_step is not None:
         worker["kept_step"] = seen.kept_step
     return worker

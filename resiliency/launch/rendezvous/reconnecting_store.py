@@ -19,7 +19,6 @@ import logging
 import queue
 import socket
 import threading
-import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, InvalidStateError
 from concurrent.futures import TimeoutError as CallTimeout
@@ -31,6 +30,7 @@ from typing import Any, Protocol, TypeVar
 from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 from resiliency.errors import ControlPlaneError
+from resiliency.runtime import awake_s
 
 logger = logging.getLogger(__name__)
 
@@ -76,9 +76,9 @@ def is_served_by_process(store: Any, *, serves: bool) -> bool:
         return False
     if serves:
         return bool(store.compare_set(SERVED_BY, "", BY_LAUNCHER) == BY_PROCESS.encode())
-    deadline = time.monotonic() + SERVED_BY_S
+    deadline = awake_s() + SERVED_BY_S
     while not store.check([SERVED_BY]):
-        if time.monotonic() > deadline:
+        if awake_s() > deadline:
             return False  # served by another program: as NVRx's launcher would use it
         threading.Event().wait(FIRST_LOOK_S)
     return bool(store.get(SERVED_BY) == BY_PROCESS.encode())
@@ -94,7 +94,15 @@ class _Connection:
     def call(self, function: Callable[[Any], T]) -> T:
         future: Future[T] = Future()
         self.tasks.put((function, future))
-        return future.result(CALL_S)
+        until = awake_s() + CALL_S
+        while True:
+            try:
+                return future.result(max(until - awake_s(), 0.0))
+            except CallTimeout:
+                if future.done():
+                    return future.result()
+                if awake_s() >= until:
+                    raise
 
 
 class ReconnectingStore:
@@ -175,7 +183,7 @@ class ReconnectingStore:
         Raises:
             StoreUnreachable: as `get`; or keys are missing after `timeout_s`.
         """
-        deadline, pause = time.monotonic() + timeout_s, FIRST_LOOK_S
+        deadline, pause = awake_s() + timeout_s, FIRST_LOOK_S
         wanted = list(keys)
 
         def look(store: Any) -> list[bytes] | None:
@@ -183,7 +191,7 @@ class ReconnectingStore:
             return store.multi_get(wanted) if store.check(wanted) else None
 
         while (values := self.call(look)) is None:
-            if time.monotonic() > deadline or self._closed.wait(pause):
+            if awake_s() > deadline or self._closed.wait(pause):
                 raise StoreUnreachable(
                     f"{', '.join(wanted[:3])}{'...' if wanted[3:] else ''} did not come into the rendezvous "
                     f"store at {self.address} within {timeout_s:g} s: its launcher has not written it.",
@@ -218,7 +226,7 @@ class ReconnectingStore:
         Raises:
             StoreUnreachable: as `get`.
         """
-        deadline = time.monotonic() + self._wait_s.get()
+        deadline = awake_s() + self._wait_s.get()
         while True:
             connection = self._wait_for_connection(deadline)
             try:
@@ -231,7 +239,7 @@ class ReconnectingStore:
     def _wait_for_connection(self, deadline: float) -> _Connection:
         with self._changed:
             while not self._connection.ready:
-                left = deadline - time.monotonic()
+                left = deadline - awake_s()
                 if self._closed.is_set() or left <= 0:
                     raise StoreUnreachable(
                         f"the rendezvous store at {self.address} is away.",
@@ -258,10 +266,10 @@ class ReconnectingStore:
         return connection
 
     def _serve(self, connection: _Connection) -> None:
-        began, store = time.monotonic(), self._first
+        began, store = awake_s(), self._first
         self._first = None
         if store is None and (store := self._connect()) is not None:
-            logger.info("rendezvous store at %s is back after %.1f s", self.address, time.monotonic() - began)
+            logger.info("rendezvous store at %s is back after %.1f s", self.address, awake_s() - began)
         if store is None:
             return
         with self._changed:
