@@ -41,6 +41,7 @@ from resiliency.checkpoint.replication.transport.messages import (
     encode,
 )
 from resiliency.errors import CheckpointCorrupt, ConfigError, PeerError
+from resiliency.runtime import awake_s
 from tests.checkpoint.peer_builders import table_of
 from tests.waiting import wait_until
 
@@ -109,9 +110,8 @@ def test_a_wait_that_this_process_slept_through_begins_again(
     pair: tuple[Link, socket.socket], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     link, theirs = pair
-    clock, slept_s = connection.awake_s, 10.0
-    began = clock()
-    monkeypatch.setattr(connection, "awake_s", lambda: began + max(clock() - began - slept_s, 0.0))
+    slept_s, began = 10.0, awake_s()
+    monkeypatch.setattr(connection, "awake_s", lambda: began + max(awake_s() - began - slept_s, 0.0))
     link.grant(CallDeadline(silence=timedelta(seconds=0.2)))
     late = threading.Timer(0.7, theirs.sendall, [struct.pack("!4sIQ", b"rpp1", len(BEAT), 0) + BEAT])
     late.start()
