@@ -246,7 +246,8 @@ class AwakeTicker(threading.Thread):
 _monotonic = time.monotonic
 _awake = AwakeTime(_monotonic())
 _ticker: AwakeTicker | None = None
-_starting = threading.Lock()
+#: Reentrant: a signal handler may ask for the time while its thread starts the ticker.
+_starting = threading.RLock()
 
 
 def _reading() -> float:
@@ -272,7 +273,7 @@ def _start_ticker() -> None:
 def _forget_ticker() -> None:
     """In a forked child, which has none of the threads."""
     global _ticker, _starting
-    _ticker, _starting = None, threading.Lock()
+    _ticker, _starting = None, threading.RLock()
 
 
 os.register_at_fork(after_in_child=_forget_ticker)
