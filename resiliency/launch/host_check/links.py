@@ -21,6 +21,7 @@ from resiliency.launch.health.pairing import Pair, Pairing
 from resiliency.launch.health.scores import HostHealth
 from resiliency.launch.host_check.exchange import Exchange
 from resiliency.proc_stat import waited_for_core_s
+from resiliency.runtime import awake_since
 
 _MESSAGE_BYTES = 8 << 20
 _MESSAGES, _PINGS = 3, 20
@@ -130,12 +131,13 @@ def with_answers(
 def _test_pair(exchange: Exchange, name: str, listens: bool, address: str, limit_s: float) -> dict[str, Any]:
     """``{"rate": MB/s, "latency_ms": ms}`` or ``{"error": why}``; neither: there was no test.
 
-    `waited`: this thread had no core for most of it.
+    `waited`: this thread had no core for most of it, or its process was stopped.
     """
     waited_s, began = waited_for_core_s("thread-self"), time.monotonic()
     said = _exchange_messages(exchange, name, listens, address, began + limit_s)
-    waited_s = waited_for_core_s("thread-self") - waited_s
-    return {**said, "waited": waited_s > (time.monotonic() - began) / 2}
+    passed_s = time.monotonic() - began
+    waited_s = max(waited_for_core_s("thread-self") - waited_s, passed_s - awake_since(began))
+    return {**said, "waited": waited_s > passed_s / 2}
 
 
 def _exchange_messages(
