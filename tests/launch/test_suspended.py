@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-import re
 import signal
 import threading
 from pathlib import Path
@@ -17,8 +16,9 @@ from tests.ports import free_port
 
 from .conftest import SCRIPTS, WAIT, Launch, events
 
-#: The limit of each keep-alive between the processes of the job, and how long they are suspended.
-LIMIT_S, SUSPENDED_S = 4, 7.0
+#: The limit of each keep-alive between the processes of the job, and how long they are suspended.  A busy
+#: machine may stop one of them for some seconds, and leave the others.
+LIMIT_S, SUSPENDED_S = 10, 13.0
 
 
 @pytest.mark.slow
@@ -29,7 +29,7 @@ def test_a_job_of_two_hosts_that_was_suspended_for_longer_than_all_limits_goes_o
     flags = [
         *("--nnodes=2", f"--rdzv-endpoint=127.0.0.1:{free_port()}", "--rdzv-id=pair"),
         *("--local-addr=127.0.0.1", f"--job-name=suspended-{os.getpid()}"),
-        f"--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt={LIMIT_S}",
+        f"--rdzv-conf=keep_alive_interval=2,keep_alive_max_attempt={LIMIT_S // 2}",
         f"--ft-rank-heartbeat-timeout={LIMIT_S}",
         *("--ft-workload_check_interval=0.2", "--ft-param-initial_rank_heartbeat_timeout=60"),
     ]
@@ -40,16 +40,15 @@ def test_a_job_of_two_hosts_that_was_suspended_for_longer_than_all_limits_goes_o
     before = [progress(host, 2) for host in hosts]
     with suspended(*hosts):
         threading.Event().wait(SUSPENDED_S)  # what is tested
-    # For some limits more: what is judged late is seen, too.
-    after = [progress(host, 2 + 2 * LIMIT_S) for host in hosts]
+    # For some looks more: what is judged late is seen, too.
+    after = [progress(host, 8) for host in hosts]
     assert after == before
     for host in hosts:
         os.kill(int(after[hosts.index(host)].split()[1]), signal.SIGUSR2)
     assert [host.wait(timeout=WAIT) for host in hosts] == [0, 0]
     for host, name in zip(hosts, ("a", "b"), strict=True):
         assert not events(tmp_path / name, EventType.FAULT_DETECTED)
-        (warning,) = [line for line in host.lines if re.search("WARNING|ERROR", line)]
-        assert "launcher stopped for" in warning
+        host.wait_for_line("WARNING .* launcher stopped for", timeout=WAIT)
 
 
 def progress(host: Command, count: int) -> str:

@@ -232,11 +232,11 @@ def test_a_launcher_that_is_stopped_beside_ranks_that_go_on_is_left_alone(twins:
     "supervisor and all hosts at once", "SIGSTOP for longer than all limits, later SIGCONT", "nothing is done"
 )
 def test_a_fleet_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
-    with open_twins(tmp_path, thresholds=STILL) as twins:
+    with open_twins(tmp_path, thresholds=("--hang-threshold-s=8",)) as twins:
         twins.start_all()
         of_hosts = [one for host in twins.hosts for one in twins.processes(host)]
         with suspended(*(twins.plane.programs[part] for part in PARTS)), stopped(of_hosts):
-            wait_for_seconds(2 * TIMEOUT_S)
+            wait_for_seconds(12.0)
         twins.is_whole()
         wait_for_seconds(TIMEOUT_S)
         twins.did_nothing()

@@ -521,7 +521,7 @@ def test_a_job_that_is_suspended_before_it_has_agreed_on_a_stop_agrees_when_it_g
 ) -> None:
     rank_pool.warm_up(2)
     first, second = rank_pool.pids[:2]
-    deadline_s = 4.0
+    deadline_s = 8.0
 
     def act() -> None:
         stop_process(second)  # first, so that it cannot answer

@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""A worker that sums over all ranks, and waits for its agent, its monitor and the others for 4 s at most.
+"""A worker that sums over all ranks, and waits for its agent, its monitor and the others for 10 s at most.
 
     suspended.py DIRECTORY
 
@@ -28,7 +28,7 @@ def main() -> None:
     client = RankMonitorClient()
     client.init_workload_monitoring()
     dist.init_process_group("gloo")
-    options = CheckpointerOptions(link=LinkOptions(silence=timedelta(seconds=4)))
+    options = CheckpointerOptions(link=LinkOptions(silence=timedelta(seconds=10)))
     with Checkpointer(sys.argv[1], replicated=True, options=options) as checkpoints:
         step, all_told = 0, torch.zeros(1)
         while not all_told.item():
