@@ -8,6 +8,7 @@ It answers while the main thread waits in a collective, too: waiting releases th
     launcher                                   rank
     STACK_SIGNAL                          ->   stacks-<pid> grows
     ASK into the pipe questions-<pid>     ->   answer-<pid> appears: groups, and moments since the last one
+    COUNT                                 ->   the same, with collectives counted where that takes longer
     the main thread's state, one letter   ->   one more moment: with this state it was in these functions
 
 `torch` is asked only where the program has imported it: this module is a leaf.
@@ -18,6 +19,7 @@ from __future__ import annotations
 import faulthandler
 import json
 import os
+import pickle
 import signal
 import sys
 import threading
@@ -32,11 +34,12 @@ from typing import Any
 #: On this one a rank writes its stacks into its file.
 STACK_SIGNAL = signal.SIGRTMIN + 7
 #: Any other byte is a state.
-ASK = b"?"
+ASK, COUNT = b"?", b"#"
 
 _MOST_FRAMES = 64
 #: Stacks in an answer; moments in others are not told.
 _MOST_STACKS = 64
+_PACKAGE = str(Path(__file__).parents[1]) + os.sep
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -62,9 +65,28 @@ class Moments:
 
 
 @dataclass(frozen=True, kw_only=True)
+class RankThread:
+    """`id`: in the kernel.  `is_own`: it runs code that is of no library."""
+
+    id: int
+    is_daemon: bool
+    is_own: bool
+
+
+@dataclass(frozen=True, kw_only=True)
 class RankAnswer:
+    """What a rank says of itself.
+
+    `threads`: of Python, but the main one and those of this package.
+    `ends`: the interpreter ends, or the process groups are destroyed.
+    `raised`: type of the exception that the main thread handles or that ends it; empty: none.
+    """
+
     groups: tuple[GroupState, ...]
     moments: tuple[Moments, ...]
+    threads: tuple[RankThread, ...] = ()
+    ends: bool = False
+    raised: str = ""
 
 
 def stacks_file(directory: str, pid: int) -> Path:
@@ -75,6 +97,15 @@ def stacks_file(directory: str, pid: int) -> Path:
 def questions_file(directory: str, pid: int) -> Path:
     """The pipe into which a launcher writes a byte; it is there when process `pid` answers."""
     return Path(directory, f"questions-{pid}")
+
+
+def offering_processes(directory: str) -> list[int]:
+    """Processes for which a `questions_file` is there."""
+    prefix = questions_file(directory, 0).name.removesuffix("0")
+    with suppress(OSError):
+        names = (name.removeprefix(prefix) for name in os.listdir(directory) if name.startswith(prefix))
+        return [int(name) for name in names if name.isdecimal()]
+    return []
 
 
 def answer_file(directory: str, pid: int) -> Path:
@@ -113,32 +144,43 @@ def read_answer(text: str) -> RankAnswer:
             Moments(state=state, calls=tuple((file, function) for file, function in calls), count=count)
             for state, calls, count in said["moments"]
         )
-        return RankAnswer(groups=groups, moments=moments)
+        threads = tuple(RankThread(**thread) for thread in said["threads"])
+        return RankAnswer(
+            groups=groups, moments=moments, threads=threads, ends=said["ends"], raised=said["raised"]
+        )
     except (KeyError, TypeError) as error:
         raise ValueError(f"no answer of a rank: {text[:80]!r}") from error
 
 
 def _answer(asked: int, directory: str, pid: int) -> None:
     file = answer_file(directory, pid)
-    main = threading.main_thread().ident
+    main = threading.main_thread()
     seen: Counter[tuple[str, tuple[CodeType, ...]]] = Counter()
+    had_groups = False
     while question := os.read(asked, 4096):
-        state = question.rstrip(ASK)[-1:].decode(errors="replace")
+        state = question.rstrip(ASK + COUNT)[-1:].decode(errors="replace")
         if state:  # of several, which came while the interpreter was not free, the last one is of now
-            calls = _calls(sys._current_frames().get(main or 0))
+            calls = _calls(sys._current_frames().get(main.ident or 0))
             if (state, calls) in seen or len(seen) < _MOST_STACKS:
                 seen[state, calls] += 1
-        if ASK not in question:
+        if ASK not in question and COUNT not in question:
             continue
         moments = [
             (state, [(code.co_filename, code.co_name) for code in calls], count)
             for (state, calls), count in seen.items()
         ]
         seen.clear()
-        groups = [asdict(group) for group in _groups()]
+        had_groups = _has_groups() or had_groups
+        said = {
+            "groups": [asdict(group) for group in _groups(counted=COUNT in question)],
+            "moments": moments,
+            "threads": [asdict(thread) for thread in _threads(main)],
+            "ends": not main.is_alive() or (had_groups and not _has_groups()),
+            "raised": _raised(main),
+        }
         with suppress(OSError):  # the launcher's directory is gone: so is the launcher
             part = file.with_suffix(".part")
-            part.write_text(json.dumps({"groups": groups, "moments": moments}))
+            part.write_text(json.dumps(said))
             part.replace(file)
 
 
@@ -150,16 +192,57 @@ def _calls(frame: FrameType | None) -> tuple[CodeType, ...]:
     return tuple(calls)
 
 
-def _groups() -> list[GroupState]:
+def _threads(main: threading.Thread) -> list[RankThread]:
+    """As in `RankAnswer`; without the lock of `threading`, which a rank that hangs may hold."""
+    frames = sys._current_frames()
+    found = []
+    with suppress(Exception):  # a private name, and a dictionary that may change meanwhile
+        for ident, thread in list(threading._active.items()):  # type: ignore[attr-defined]
+            files = [code.co_filename for code in _calls(frames.get(ident))]
+            if thread is main or any(file.startswith(_PACKAGE) for file in files):
+                continue
+            is_own = not all("/site-packages/" in file or "/lib/python3" in file for file in files)
+            found.append(RankThread(id=thread.native_id, is_daemon=thread.daemon, is_own=is_own))
+    return found
+
+
+def _raised(main: threading.Thread) -> str:
+    found: Any = sys._current_exceptions().get(main.ident or 0)
+    found = found[1] if isinstance(found, tuple) else found  # before Python 3.12
+    return type(found).__name__ if found is not None else ""
+
+
+def _has_groups() -> bool:
+    distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
+    return bool(distributed is not None and distributed.is_initialized())
+
+
+def _groups(*, counted: bool) -> list[GroupState]:
     distributed: Any = sys.modules.get("torch.distributed.distributed_c10d")
     found = []
     # A group may be destroyed meanwhile, and another torch may have other names: then less is known, and
     # verdicts are weaker.
     with suppress(Exception):
+        recorded = _recorded_collectives() if counted else None
         for group, name in list(distributed._world.pg_names.items()):
             with suppress(Exception):
                 ranks = distributed.get_process_group_ranks(group)
                 members = f"{len(ranks)}-{zlib.crc32(repr(ranks).encode()):08x}"
                 begun = int(group._get_sequence_number_for_group())
+                # Gloo's number counts messages, too, and two ranks of a group may send others in between.
+                if begun and recorded is not None and group.name() == "gloo":
+                    begun = recorded[name]  # one whose collectives are long ago is left out
                 found.append(GroupState(name=name, members=members, begun=begun))
     return found
+
+
+def _recorded_collectives() -> dict[str, int] | None:
+    """Collectives begun by name of the group, of gloo's groups; None: this torch does not record them.
+
+    Torch keeps the last two thousand, of all groups together.  Reading them takes some 20 ms.
+    """
+    native: Any = sys.modules.get("torch._C._distributed_c10d")
+    if not hasattr(native, "_dump_fr_trace"):
+        return None
+    entries = pickle.loads(native._dump_fr_trace(True, False, False))["entries"]  # noqa: S301 (torch's own)
+    return {entry["process_group"][0]: int(entry["collective_seq_id"]) for entry in entries}
