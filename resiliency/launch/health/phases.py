@@ -1,14 +1,16 @@
 # SPDX-License-Identifier: Apache-2.0
 """What a rank does, read from the stack of its main thread: no mark in the user's loop, and no cost before.
 
-The innermost frame that is known decides.  Saves, evaluations and compilations are known by any frame: what
-they call may load data or compute a loss, and takes as long as it takes.
+The innermost frame that is known decides.  Saves and compilations are known by any frame of the library that
+does them: what they call takes as long as it takes.  The name of a function tells nothing above that frame:
+all of training may be in one that is called "train and evaluate".
 """
 
 from __future__ import annotations
 
 import re
 from enum import Enum
+from itertools import takewhile
 
 from resiliency.launch.health.evidence import Frame
 
@@ -27,13 +29,14 @@ class RankPhase(Enum):
     CHECKPOINT = "a checkpoint"
     EVALUATION = "an evaluation"
     COMPILATION = "a compilation"
+    PERSON = "a debugger or at a prompt"
     OTHER = "code of the script"
     UNKNOWN = "a place that it does not show"
 
     @property
     def has_no_usual_time(self) -> bool:
         """Whether a rank may be in it for minutes while others wait, and all is well."""
-        return self.name in ("STARTING", "CHECKPOINT", "EVALUATION", "COMPILATION", "UNKNOWN")
+        return self.name in ("STARTING", "CHECKPOINT", "EVALUATION", "COMPILATION", "PERSON", "UNKNOWN")
 
     @property
     def is_collective(self) -> bool:
@@ -52,6 +55,11 @@ _COMPILERS = (
 )
 _CHECKPOINTS = ("resiliency/checkpoint/", "torch/distributed/checkpoint/", "torch/serialization.py")
 _EVALUATION = re.compile(r"(?:^|_)(?:eval(?:uate|uation)?|val(?:id|idate|idation)?|predict|generate)(?:_|$)")
+#: A function with such a name does all of the training, its evaluations among the rest.
+_TRAINING = re.compile(r"(?:^|_)(?:pre)?(?:train|training|fit)(?:_|$)")
+_DEBUGGERS = ("/pdb.py", "/bdb.py", "/ipdb/", "/pudb/", "/IPython/", "/debugpy/", "/pydevd", "/code.py")
+#: Calls in which a thread waits for what other threads of its process do.
+_JOINS = ("/concurrent/futures/", "/queue.py", "/asyncio/", "/multiprocessing/", "/joblib/")
 _BY_FILE = (
     ("torch/utils/data/", RankPhase.DATA),
     ("torch/optim/", RankPhase.OPTIMIZER),
@@ -80,29 +88,41 @@ def phase_of(frames: tuple[Frame, ...]) -> RankPhase:
     # A rank that waits in a collective is at most a few calls deep in it.
     if any(_is_of(frame, _COLLECTIVES) for frame in frames[:3]):
         return RankPhase.COLLECTIVE
+    if any(_is_of(frame, _DEBUGGERS) for frame in _library_calls(frames)):
+        return RankPhase.PERSON
     for frame in frames:
         if _is_of(frame, _COMPILERS):
             return RankPhase.COMPILATION
         if _is_of(frame, _CHECKPOINTS):
             return RankPhase.CHECKPOINT
-        if _EVALUATION.search(frame.function):
-            return RankPhase.EVALUATION
     for frame in frames:
         for part, phase in _BY_FILE:
             if part in frame.file:
                 return phase
+        if _EVALUATION.search(frame.function) and not _TRAINING.search(frame.function):
+            return RankPhase.EVALUATION
     return RankPhase.OTHER
+
+
+def joins_threads(frames: tuple[Frame, ...]) -> bool:
+    """Whether a main thread with these calls waits for the result of another thread of its process."""
+    return any(
+        _is_of(frame, _JOINS) or (frame.function == "join" and frame.file.endswith("/threading.py"))
+        for frame in _library_calls(frames)
+    )
 
 
 def telling_frame(frames: tuple[Frame, ...]) -> str:
     """The innermost call of the user's own code, else the innermost one: where a person would look."""
-    own = (
-        frame for frame in frames if "/site-packages/" not in frame.file and "/lib/python3" not in frame.file
-    )
-    frame = next(own, frames[0] if frames else None)
-    if frame is None:
+    own = frames[len(_library_calls(frames)) :] or frames
+    if not own:
         return ""
-    return f"{frame.file.rpartition('/')[2]}:{frame.line} in {frame.function}"
+    return f"{own[0].file.rpartition('/')[2]}:{own[0].line} in {own[0].function}"
+
+
+def _library_calls(frames: tuple[Frame, ...]) -> tuple[Frame, ...]:
+    """The innermost calls, down from the user's own code."""
+    return tuple(takewhile(lambda frame: _is_of(frame, ("/site-packages/", "/lib/python3")), frames))
 
 
 def _is_of(frame: Frame, parts: tuple[str, ...]) -> bool:

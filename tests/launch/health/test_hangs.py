@@ -157,10 +157,14 @@ SITE = "/v/lib/python3.11/site-packages"
         ([f"{SITE}/torch/autograd/graph.py:_engine_run_backward", "/j/train.py:main"], P.BACKWARD),
         (["/j/data.py:__getitem__", f"{SITE}/torch/utils/data/_utils/fetch.py:fetch"], P.DATA),
         ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:main"], P.FORWARD),
-        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:evaluate"], P.EVALUATION),
-        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:validation_step"], P.EVALUATION),
+        (["/usr/lib/python3.11/threading.py:wait", "/j/train.py:evaluate"], P.EVALUATION),
+        (["/j/train.py:score", "/j/train.py:validation_step", "/j/train.py:main"], P.EVALUATION),
         (["/j/train.py:retrieval"], P.OTHER),
-        ([f"{SITE}/torch/utils/data/dataloader.py:__next__", "/j/train.py:evaluate"], P.EVALUATION),
+        # All of training may be below a function of such a name.
+        ([f"{SITE}/torch/nn/modules/linear.py:forward", "/j/train.py:evaluate"], P.FORWARD),
+        ([f"{SITE}/torch/utils/data/dataloader.py:__next__", "/j/train.py:evaluate"], P.DATA),
+        (["/j/train.py:train_and_evaluate", "/j/train.py:main"], P.OTHER),
+        (["/j/train.py:take", "/j/train.py:generate_and_pretrain"], P.OTHER),
         ([f"{SITE}/torch/serialization.py:save", "/j/train.py:main"], P.CHECKPOINT),
         (
             [f"{SITE}/torch/fx/a.py:run", f"{SITE}/torch/_dynamo/convert_frame.py:compile"],
@@ -175,6 +179,12 @@ SITE = "/v/lib/python3.11/site-packages"
             ],
             P.COLLECTIVE,
         ),
+        (
+            ["/usr/lib/python3.11/pdb.py:interaction", "/usr/lib/python3.11/bdb.py:f", "/j/train.py:f"],
+            P.PERSON,
+        ),
+        ([f"{SITE}/debugpy/_vendored/pydevd/pydevd.py:wait", "/j/train.py:main"], P.PERSON),
+        (["/j/train.py:main", "/usr/lib/python3.11/bdb.py:run", "/usr/lib/python3.11/pdb.py:main"], P.OTHER),
         ([], P.UNKNOWN),
     ],
 )
