@@ -335,7 +335,10 @@ HEALTH = (
         metavar="auto|off|SECONDS",
         help="How long a job may stand still before its launcher ends the ranks that are to blame, which "
         "counts as their failure.  auto (default): 3 minutes or 8 usual steps where that is certain, and "
-        "never otherwise.  Within seconds, the log names ranks that stand still, and "
+        "never otherwise: not for a wait on sockets, pipes or children, nor in a job of one rank or where "
+        "all ranks stand in their loaders.  A number also ends these, and counts from the first finished "
+        "step on: imports, restore and compilation before it have 30 minutes, or SECONDS if that is longer.  "
+        "A rank in a debugger is never ended.  Within seconds, the log names ranks that stand still, and "
         "what they do, whatever this says.",
     ),
     Flag(

@@ -42,6 +42,15 @@ def dump_stacks(
     return {rank: answers.get(rank) or _from_kernel(pid) for rank, pid in pids.items()}
 
 
+def has_left_python(pid: int, directory: str, stacks: str) -> bool:
+    """Whether the interpreter of a process that gave `stacks` has ended, or the program is another one."""
+    if not stacks_file(directory, pid).exists():
+        return False
+    with suppress(OSError):
+        return not handles_signal(pid, STACK_SIGNAL) or stacks.rstrip().endswith("<no Python frame>")
+    return True
+
+
 def _wait_until_written(sizes: Mapping[Path, int], timeout_s: float) -> None:
     """Until each of the files has grown beyond its size, and all have stopped growing."""
     seen = dict(sizes)

@@ -20,6 +20,7 @@ from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 from resiliency.events import EventStream, EventType
+from resiliency.launch.hangs.activity import inspected_process
 from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import JobView
 from resiliency.launch.hangs.moments import MomentsOfRank, ask_moments
@@ -116,7 +117,7 @@ class SlowRanks:
         looks = {}
         for rank, pid in compared.pids.items():
             with suppress(OSError):  # it offers nothing
-                looks[rank] = MomentsOfRank(pid, self._directory)
+                looks[rank] = MomentsOfRank(inspected_process(pid, self._directory), self._directory)
         ask_moments(looks, self._directory)
         return looks
 

@@ -3,7 +3,9 @@
 
 It reads the step page and the states of processes twice a second, which ranks do not notice.  Ranks that
 have stood still for longer than steps of this job take are inspected; while that lasts, after twice the time
-again.  With several hosts, the first one asks the others to look at theirs, and decides for all of them.
+again.  What is found is a warning; an accusation that holds at each look for a minute is an error, and at
+last, if it still holds, the end of those that are to blame.  With several hosts, the first one asks the
+others to look at theirs, and decides for all of them.
 """
 
 from __future__ import annotations
@@ -13,7 +15,7 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -21,16 +23,18 @@ from pathlib import Path
 from resiliency.events import EventStream, EventType
 from resiliency.launch._compat import hang_note
 from resiliency.launch.fleet.link import WorkerStateReporter
-from resiliency.launch.hangs.activity import is_stopped
+from resiliency.launch.hangs.activity import inspected_process, is_stopped
 from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
-from resiliency.launch.hangs.looking import Look, Watched, look, stack_clusters
+from resiliency.launch.hangs.looking import Look, Quiet, Watched, look, stack_clusters
 from resiliency.launch.health.causes import Advice, Cause, Confidence, Diagnosis
 from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
-from resiliency.launch.health.hangs import HangFinding, HangKind, explain_hang
+from resiliency.launch.health.hangs import HangFinding, HangKind, RankView, explain_hang
+from resiliency.launch.health.phases import RankPhase
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
+from resiliency.rank.inspection import questions_file
 from resiliency.runtime import name_ranks
 
 logger = logging.getLogger(__name__)
@@ -44,17 +48,34 @@ _LISTEN = 0.8
 _ALONE_S, _ALONE_STOPPED_S = 10.0, 2.5
 #: How often the first host asks where others may have looked late.
 _QUESTIONS = 3
+#: Looks at each of which an accusation has to hold before the launcher acts by itself.
+_LOOKS = 3
 
 
 @dataclass(kw_only=True)
 class _Seen:
-    """What is known of a rank of the current attempt.  Times are monotonic."""
+    """A rank of the current attempt, as far as it is known.  Times are monotonic.
+
+    `trains`: the process that offers to be inspected; None before it does.
+    """
 
     local_rank: int
     pid: int
     since: float
+    trains: int | None = None
     count: int | None = None
     stopped_since: float | None = None
+    quiet: Quiet | None = None
+
+
+@dataclass(kw_only=True)
+class _Accusation:
+    """Ranks that each look since `since` has found to be to blame."""
+
+    ranks: tuple[int, ...]
+    since: float
+    looks: int = 0
+    is_reported: bool = False
 
 
 @dataclass(kw_only=True)
@@ -64,6 +85,7 @@ class _Attempt:
     #: When the ranks are inspected next, as seconds of standing still.
     next_look_s: float = 0.0
     finding: HangFinding | None = None
+    accusation: _Accusation | None = None
     #: Last finished steps when this host answered the first one.
     answered: dict[int, int | None] = field(default_factory=dict)
     #: Ranks of this host that the supervisor was told to be to blame.
@@ -125,14 +147,15 @@ class HangWatch:
             now = time.monotonic()
             if now > last + _FROZEN_S:
                 for rank in attempt.ranks.values():
-                    rank.since, rank.stopped_since = now, None
+                    rank.since, rank.stopped_since, rank.quiet = now, None, None
             self._sample(attempt, now)
             still_s = self._longest_still_s(attempt, now)
             look_s = self._times.look_s
             if still_s < look_s:
                 if attempt.finding is not None:
-                    logger.warning("attempt %d goes on: it had stood still", attempt.job.attempt)
-                attempt.next_look_s, attempt.finding = 0.0, None
+                    logger.warning("job goes on in attempt %d: it had stood still", attempt.job.attempt)
+                self._report(attempt, SaidFinding(sentence="the attempt goes on"))
+                attempt.next_look_s, attempt.finding, attempt.accusation = 0.0, None, None
             asked = attempt.board is not None and attempt.job.node > 0
             if asked and still_s >= _LISTEN * look_s:
                 self._listen(attempt, over)
@@ -142,8 +165,8 @@ class HangWatch:
             last = time.monotonic()
 
     def _is_soon_still(self, attempt: _Attempt, now: float) -> bool:
-        """Whether a rank will have stood still for long enough at the next turn, as those that finished the
-        same step a moment before it: until then a look finds that it moves."""
+        """True where a rank will have stood still for long enough at the next turn, as those that finished
+        the same step a moment before it: until then a look finds that it moves."""
         return any(
             rank.count is not None and 0 < self._times.look_s - (now - rank.since) < _LOOK_EVERY_S
             for rank in attempt.ranks.values()
@@ -164,7 +187,7 @@ class HangWatch:
             if not _steps(attempt).items() <= attempt.answered.items():
                 break
             if not finding.end:
-                logger.warning("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
+                logger.warning("job stands still in attempt %d: %s", attempt.job.attempt, finding.sentence)
                 self._report(attempt, finding)
             self._end(attempt, finding, over)
         if late is None:
@@ -184,22 +207,27 @@ class HangWatch:
                 rank.since = now
             seen = self._page.read(rank.local_rank)
             if seen.step is not None and seen.step_time is not None and seen.step != rank.count:
-                if rank.count is not None and seen.step > rank.count:
-                    self._times.learn((seen.step_time - rank.since) / (seen.step - rank.count))
+                if rank.count is None:
+                    self._times.learn_first(seen.step_time - rank.since)
+                elif seen.step > rank.count:
+                    seconds = (seen.step_time - rank.since) / (seen.step - rank.count)
+                    self._times.learn(seconds, seen.step)
                 rank.count, rank.since = seen.step, seen.step_time
-            if not is_stopped(rank.pid):
+            if rank.trains is None or has_ended(rank.trains):
+                trains = inspected_process(rank.pid, str(self._directory))
+                rank.trains = trains if questions_file(str(self._directory), trains).exists() else None
+            if not is_stopped(rank.trains or rank.pid):
                 rank.stopped_since = None
             elif rank.stopped_since is None:
                 rank.stopped_since = now
 
     def _longest_still_s(self, attempt: _Attempt, now: float) -> float:
         """Before its first step a rank may import and compile for long, but not be stopped."""
-        first_s = min(FIRST_STEP_S, self._times.act_s(certain=False))
         longest = 0.0
         for rank in attempt.ranks.values():
             if rank.stopped_since is not None:
                 longest = max(longest, now - rank.stopped_since)
-            if rank.count is not None or now - rank.since >= first_s:
+            if rank.count is not None or now - rank.since >= FIRST_STEP_S:
                 longest = max(longest, now - rank.since)
         return longest
 
@@ -209,18 +237,24 @@ class HangWatch:
         watched = {
             number: Watched(
                 pid=rank.pid,
+                trains=rank.trains or rank.pid,
                 step=rank.count,
                 still_s=now - rank.since,
                 stopped_s=now - rank.stopped_since if rank.stopped_since is not None else 0.0,
+                quiet=rank.quiet,
             )
             for number, rank in attempt.ranks.items()
         }
         before = _steps(attempt)
         found = look(watched, str(self._directory), self._host, over.wait)
-        return None if found is None else (found, not self._stands_at(before, attempt))
+        if found is None:
+            return None
+        for number, quiet in found.quiet.items():
+            attempt.ranks[number].quiet = quiet
+        return found, not self._stands_at(before, attempt)
 
     def _stands_at(self, steps: Mapping[int, int | None], attempt: _Attempt) -> bool:
-        """Whether no rank of this host has finished a step or ended since then."""
+        """True where no rank of this host has finished a step or ended since then."""
         self._sample(attempt, time.monotonic())
         return steps == _steps(attempt)
 
@@ -253,36 +287,80 @@ class HangWatch:
         attempt.next_look_s = 1.2 * still_s + _LOOK_EVERY_S  # it may just have begun, or go on
         before = _steps(attempt)
         seen = self._look_everywhere(attempt, over)
-        if seen is None or seen[1] or not self._stands_at(before, attempt):
+        if seen is None:
             return
-        found, _, silent = seen
-        finding = explain_hang(found.views, self._times.look_s, silent=silent)
+        found, moved, silent = seen
+        finding = None
+        if not moved and self._stands_at(before, attempt):
+            finding = explain_hang(found.views, self._times.look_s, silent=silent)
         if finding is None:
+            attempt.accusation = None
             return
         attempt.next_look_s = 2 * still_s
-        if finding != attempt.finding:
-            attempt.finding = finding
-            self._tell(attempt, finding, found)
-        act_s = self._times.act_s(certain=finding.is_accusation)
-        still_s = max(max(view.still_s, view.stopped_s) for view in found.views if view.rank in finding.ranks)
-        if still_s < act_s:
-            attempt.next_look_s = min(attempt.next_look_s, max(act_s, still_s + _LOOK_EVERY_S))
-        elif finding.kind is HangKind.STOPPED and not silent and len(finding.ranks) == len(found.views) > 1:
+        named = [view for view in found.views if view.rank in finding.ranks]
+        lasted_s = self._lasted_s(attempt, finding, named)
+        # Ranks that end take their time, and are told when that is long.
+        if not any(view.ends or view.raised for view in named) or still_s >= self._times.accuse_s:
+            self._tell(attempt, finding, found, lasted_s)
+        if finding.phase is RankPhase.PERSON:
+            return
+        left_s = self._left_s(attempt, finding, named, lasted_s)
+        if left_s > 0:
+            accuse_s = self._times.accuse_s - lasted_s if finding.is_accusation else 0.0
+            left_s = min(left_s, accuse_s) if accuse_s > 0 else left_s
+            attempt.next_look_s = min(attempt.next_look_s, still_s + max(left_s, _LOOK_EVERY_S))
+        elif finding.kind is HangKind.STOPPED and not silent and len(named) == len(found.views) > 1:
             return  # the whole job was suspended by its owner: this is how it is resumed, too
         else:
-            named = finding.ranks if finding.is_accusation else finding.ranks[:1]
-            said = SaidFinding(sentence=finding.sentence, end=named)
+            ranks = finding.ranks if finding.is_accusation else finding.ranks[:1]
+            said = SaidFinding(sentence=finding.sentence, end=ranks)
             if attempt.board is not None:
                 attempt.board.tell(said)
             self._end(attempt, said, over)
 
-    def _tell(self, attempt: _Attempt, finding: HangFinding, found: Look) -> None:
-        log = logger.error if finding.is_accusation else logger.warning
-        log("attempt %d stands still: %s", attempt.job.attempt, finding.sentence)
-        said = SaidFinding(sentence=finding.sentence, accused=finding.ranks if finding.is_accusation else ())
-        if attempt.board is not None:
-            attempt.board.tell(said)
-        self._report(attempt, said)
+    def _left_s(
+        self, attempt: _Attempt, finding: HangFinding, named: Sequence[RankView], lasted_s: float
+    ) -> float:
+        """Time until those that are named are ended; 0: it is over."""
+        act_s = self._times.act_s(
+            certain=finding.is_accusation,
+            stopped=finding.kind is HangKind.STOPPED,
+            started=all(view.step is not None for view in named),
+        )
+        if self._times.is_set or attempt.accusation is None:
+            lasted_s = max(max(view.still_s, view.stopped_s) for view in named)
+        return max(0.0, act_s - lasted_s)
+
+    def _lasted_s(self, attempt: _Attempt, finding: HangFinding, named: Sequence[RankView]) -> float:
+        """For how long each look has found the same ranks to blame, and they have done nothing in between.
+
+        0 before that is known from three looks, but for a stopped rank: it is seen all the time.
+        """
+        now = time.monotonic()
+        if not finding.is_accusation:
+            attempt.accusation = None
+            return 0.0
+        if attempt.accusation is None or attempt.accusation.ranks != finding.ranks:
+            attempt.accusation = _Accusation(ranks=finding.ranks, since=now)
+        attempt.accusation.looks += 1
+        if finding.kind is HangKind.STOPPED:
+            return min(view.stopped_s for view in named)
+        if attempt.accusation.looks < _LOOKS:
+            return 0.0
+        return min(now - attempt.accusation.since, *(view.quiet_s for view in named))
+
+    def _tell(self, attempt: _Attempt, finding: HangFinding, found: Look, lasted_s: float) -> None:
+        accusation = attempt.accusation
+        if accusation is not None and lasted_s >= self._times.accuse_s and not accusation.is_reported:
+            accusation.is_reported = True
+            logger.error("job stands still in attempt %d: %s", attempt.job.attempt, finding.sentence)
+            self._say(attempt, SaidFinding(sentence=finding.sentence, accused=finding.ranks))
+        if finding == attempt.finding:
+            return
+        attempt.finding = finding
+        if accusation is None or not accusation.is_reported:
+            logger.warning("job stands still in attempt %d: %s", attempt.job.attempt, finding.sentence)
+            self._say(attempt, SaidFinding(sentence=finding.sentence))
         for ranks, text in stack_clusters(found.stacks):
             logger.warning("stacks of %s:\n%s", name_ranks(ranks), text)
         self._events.emit(
@@ -297,6 +375,11 @@ class HangWatch:
             waiting=list(finding.waiting),
             silent=list(finding.silent),
         )
+
+    def _say(self, attempt: _Attempt, said: SaidFinding) -> None:
+        if attempt.board is not None:
+            attempt.board.tell(said)
+        self._report(attempt, said)
 
     def _report(self, attempt: _Attempt, finding: SaidFinding) -> None:
         """To the supervisor, each host of its own ranks; of none any more where it was of some before."""

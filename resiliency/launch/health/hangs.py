@@ -1,10 +1,11 @@
 # SPDX-License-Identifier: Apache-2.0
-"""Who holds up a job that stands still, decided from what its ranks show at one moment.
+"""The ranks that hold up a job that stands still, found from what all of them show at one moment.
 
 Ranks are compared with each other, not with a clock.  A rank waits for those of its process group that have
-begun fewer collectives.  A rank that is waited for, waits for no other and does nothing is why the job stands
-still.  No other is accused: a rank that works, saves, evaluates or compiles holds the others up and is named
-as such, and where no rank is behind the finding says what all of them do.
+begun fewer collectives.  A rank that is waited for, waits for no other and sleeps in a lock is why the job
+stands still.  No other is accused: a rank that works, saves, evaluates or compiles, or that waits for
+something outside of the job, holds the others up and is named as such, and where no rank is behind the
+finding says what all of them do.
 """
 
 from __future__ import annotations
@@ -21,13 +22,18 @@ from resiliency.runtime import name_hosts, name_ranks
 
 @dataclass(frozen=True, kw_only=True)
 class RankView:
-    """What one rank shows.
+    """One rank as it shows itself.
 
     `step`: last finished one; None before the first.
     `still_s`: seconds since it finished it, or since the attempt began.
     `stopped_s`: seconds for which the kernel has shown the process as stopped.
-    `waits`: its main thread waits in a collective, or in native code.
-    `idle`: neither it nor its children took processor time or read or wrote, for a second; None: not known.
+    `waits`: its main thread waits in a collective, or in code of torch and the libraries that it sends with.
+    `outside`: what its main thread waits for that may come by itself: ``10.0.0.7:443``, ``a pipe``.
+    `idle`: neither it nor its children worked, read or wrote, for a second; None: not known.
+    `quiet_s`: for so long its host has seen it do nothing at all.
+    `answers`: not false where it offers to answer and does not: its interpreter is not free.
+    `ends`: its interpreter ends, or it has destroyed its process groups.
+    `raised`: the type of an exception that it handles, or that ends it.
     """
 
     rank: int
@@ -38,16 +44,22 @@ class RankView:
     phase: RankPhase = RankPhase.UNKNOWN
     frame: str = ""
     waits: bool = False
+    outside: str = ""
     idle: bool | None = None
+    quiet_s: float = 0.0
+    answers: bool = True
+    ends: bool = False
+    raised: str = ""
     groups: tuple[GroupState, ...] = ()
 
 
 class HangKind(Enum):
-    STOPPED = "stopped"  # processes that the kernel does not run: SIGSTOP, a debugger
-    BEHIND = "behind"  # ranks that do nothing and have not begun what all others wait in
+    STOPPED = "stopped"  # processes that the kernel does not run: SIGSTOP
+    BEHIND = "behind"  # ranks that sleep in a lock and have not begun what all others wait in
     HELD_UP = "held_up"  # ranks that others wait for, for a reason that may be good
     CROSSED = "crossed"  # ranks that wait for each other: collectives in different orders
-    TOGETHER = "together"  # nobody is behind
+    TOGETHER = "together"  # no rank is behind
+    ENDING = "ending"  # ranks that others may wait for have left their groups, or their interpreter ends
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -69,7 +81,7 @@ class HangFinding:
 
     @property
     def is_accusation(self) -> bool:
-        """Whether the ranks are to blame beyond doubt."""
+        """True where the ranks are to blame, if it lasts."""
         return self.kind in (HangKind.STOPPED, HangKind.BEHIND)
 
 
@@ -94,19 +106,25 @@ def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     by_rank = {view.rank: view for view in views}
     waits_for = _waits_for(views)
     waiting = tuple(sorted(waits_for))
+    waits = [view.rank for view in views if view.waits]
+    persons = [view for view in views if view.phase is RankPhase.PERSON and view.still_s >= after_s]
+    if persons:
+        return _finding(HangKind.HELD_UP, persons, waits)
     stopped = [view for view in views if view.stopped_s >= after_s]
     if stopped:  # they cannot say what they have begun
-        return _finding(HangKind.STOPPED, stopped, [view.rank for view in views if view.waits])
+        return _finding(HangKind.STOPPED, stopped, waits)
     moving = [view for view in views if view.still_s < after_s]
     if not views or (moving and not waits_for):
         return None
+    if ending := [view for view in views if view.ends]:
+        return _finding(HangKind.ENDING, ending, waits)
     # Native code that keeps the interpreter lets no thread answer: the others wait for such a rank, if they
     # wait and for no other one.
     mute = [view for view in views if not view.groups and not view.phase.is_collective]
     others_wait = all(view.waits for view in views if view not in mute)
     if not waits_for:
         if mute and others_wait and len(mute) < len(views):
-            return _finding(HangKind.HELD_UP, mute, list(by_rank))
+            return _of_mute(mute, list(by_rank))
         return _finding(HangKind.TOGETHER, list(views), ())
     roots = {other for others in waits_for.values() for other in others if not waits_for.get(other)}
     if not roots:
@@ -115,11 +133,16 @@ def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     if any(view.still_s < after_s for view in found):
         return None  # it has just finished a step: the others wait for it no longer than usual
     if mute and all(view.waits for view in found):
-        return _finding(HangKind.HELD_UP, mute, waiting)
+        return _of_mute(mute, waiting)
     guilty = [view for view in found if _does_nothing(view)]
     if guilty:
         return _finding(HangKind.BEHIND, guilty, waiting)
     return _finding(HangKind.HELD_UP, found, waiting)
+
+
+def _of_mute(mute: Sequence[RankView], waiting: Sequence[int]) -> HangFinding:
+    guilty = all(_does_nothing(view) and not view.answers for view in mute)
+    return _finding(HangKind.BEHIND if guilty else HangKind.HELD_UP, mute, waiting)
 
 
 def _waits_for(views: Iterable[RankView]) -> dict[int, set[int]]:
@@ -139,7 +162,8 @@ def _waits_for(views: Iterable[RankView]) -> dict[int, set[int]]:
 
 
 def _does_nothing(view: RankView) -> bool:
-    return view.idle is True and not view.waits and not view.phase.has_no_usual_time
+    """True where it sleeps in a lock, in a phase of each step."""
+    return view.idle is True and not (view.waits or view.outside or view.phase.has_no_usual_time)
 
 
 def _finding(kind: HangKind, named: Sequence[RankView], waiting: Sequence[int]) -> HangFinding:
@@ -170,15 +194,20 @@ def _sentence(kind: HangKind, named: Sequence[RankView], hosts: Sequence[str], w
     place = f"in {first.phase.value}" + (f": {first.frame}" if first.frame else "")
     if kind is HangKind.STOPPED:
         seconds = max(view.stopped_s for view in named)
-        verb = "has" if one else "have"
-        return f"{where} {verb} been stopped for {seconds:.0f} s, by SIGSTOP or a debugger{wait}"
+        return f"{where} {'has' if one else 'have'} been stopped by a signal for {seconds:.0f} s{wait}"
     if kind is HangKind.CROSSED:
         return f"{where} wait for each other: they began collectives in different orders; {_phases(named)}"
     seconds = max(view.still_s for view in named)
+    if kind is HangKind.ENDING:
+        return f"{where} {'has' if one else 'have'} been ending for {seconds:.0f} s, {place}{wait}"
     if kind is HangKind.BEHIND:
         verb, whose = ("has", "it has") if one else ("have", "they have")
         wait += f" in a collective that {whose} not begun"
         return f"{where} {verb} done nothing for {seconds:.0f} s, {place}{wait}"
+    if first.raised:
+        place = f"after {first.raised}, {place}"
+    if first.outside:
+        place += f", waiting for {first.outside}"
     return f"{where} {'holds' if one else 'hold'} up the job for {seconds:.0f} s, {place}{wait}"
 
 

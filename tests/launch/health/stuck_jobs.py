@@ -105,7 +105,7 @@ def views(
     *,
     mute: bool = False,
 ) -> Iterator[RankView]:
-    """What the ranks show; `stuck` are those that do not go on, but for their groups: none if `mute`."""
+    """What the ranks show; `stuck` are those that do not go on, but for their groups: no answer if `mute`."""
     by_rank = {view.rank: view for view in stuck}
     still_s = max(view.still_s for view in by_rank.values())
     axes = range(len(mesh.sizes))
@@ -123,7 +123,8 @@ def views(
                 states[key] = GroupState(name=name, members=f"{mesh.sizes[axis]}", begun=key[2])
             groups.append(states[key])
         if (view := by_rank.get(rank)) is not None:
-            yield replace(view, groups=() if mute or view.stopped_s else tuple(groups))
+            shown = () if mute or view.stopped_s else tuple(groups)
+            yield replace(view, groups=shown, answers=not mute)
         else:
             yield RankView(
                 rank=rank,

@@ -11,13 +11,21 @@ from dataclasses import replace
 import pytest
 
 from resiliency.errors import ConfigError
-from resiliency.launch.health.hang_times import ACT_S, LOOK_S, HangTimeout, HangTimes
+from resiliency.launch.health.hang_times import (
+    ACCUSE_S,
+    ACT_S,
+    FIRST_ACT_S,
+    LOOK_S,
+    HangTimeout,
+    HangTimes,
+)
 from resiliency.launch.health.hangs import HangKind, RankView, explain_hang
 from resiliency.launch.health.phases import RankPhase, main_thread, phase_of, telling_frame
 from resiliency.rank.inspection import GroupState
 
 from .stuck_jobs import ORDINARY, SLOW, any_job, large_job, run_until_stuck, views
 
+P = RankPhase
 AFTER_S = 5.0
 #: Jobs of 10,000 ranks, and the number of the first one: by hand, by the thousand.
 EXAMPLES = int(os.environ.get("RESILIENCY_EXAMPLES", "0"))
@@ -30,6 +38,7 @@ def test_in_any_mesh_the_rank_that_does_not_go_on_is_named_and_no_other_one() ->
         mesh, program = any_job(draw, most_ranks=32)
         stuck, at = draw.randrange(mesh.ranks), draw.randrange(len(program))
         stopped, slow, busy = draw.random() < 0.2, draw.random() < 0.3, draw.random() < 0.3
+        outside = draw.random() < 0.3
         phase = draw.choice(SLOW) if slow else draw.choice(ORDINARY)
         culprit = RankView(
             rank=stuck,
@@ -39,15 +48,16 @@ def test_in_any_mesh_the_rank_that_does_not_go_on_is_named_and_no_other_one() ->
             stopped_s=6.0 if stopped else 0.0,
             phase=RankPhase.UNKNOWN if stopped else phase,
             idle=None if stopped else not busy,
+            outside="10.0.0.7:443" if outside and not stopped else "",
         )
         begun = run_until_stuck(mesh, program, {stuck: at})
         mute = draw.random() < 0.2
         finding = explain_hang(list(views(mesh, program, begun, [culprit], mute=mute)), AFTER_S)
         assert finding is not None
         assert finding.ranks == (stuck,), (number, finding)
-        expected = HangKind.HELD_UP if slow or busy or mute else HangKind.BEHIND
+        expected = HangKind.HELD_UP if slow or busy or outside else HangKind.BEHIND
         assert finding.kind is (HangKind.STOPPED if stopped else expected), (number, finding)
-        assert finding.is_accusation == (stopped or not (slow or busy or mute))
+        assert finding.is_accusation == (stopped or not (slow or busy or outside))
 
 
 def test_ranks_that_save_evaluate_or_compile_are_never_accused_in_jobs_of_10000() -> None:
@@ -105,6 +115,50 @@ def test_a_rank_behind_that_itself_waits_in_native_code_is_not_accused() -> None
     assert finding.sentence == f"rank 2 (host h1) holds up the job for 7 s, {place}; ranks 0-1 wait"
 
 
+#: What a rank does that all others wait for: what it shows, and what is found.
+BEHAVIOURS: dict[str, tuple[dict[str, object], HangKind, str]] = {
+    "a lock": ({}, HangKind.BEHIND, "has done nothing for 7 s, in code of the script"),
+    "a lock that keeps the interpreter": ({"groups": (), "answers": False}, HangKind.BEHIND, ""),
+    "an HTTP answer": ({"outside": "10.0.0.7:443"}, HangKind.HELD_UP, ", waiting for 10.0.0.7:443; rank"),
+    "a tool in a pipe": ({"outside": "a pipe"}, HangKind.HELD_UP, ", waiting for a pipe"),
+    "a lock file": ({"outside": "a lock on file /d/l"}, HangKind.HELD_UP, "holds up the job for 7 s"),
+    "a sleep": ({"outside": "a time of its own"}, HangKind.HELD_UP, "holds up the job"),
+    "a debugger": ({"phase": P.PERSON, "groups": ()}, HangKind.HELD_UP, "in a debugger or at a prompt"),
+    "no answer and a pipe": (
+        {"groups": (), "answers": False, "outside": "a pipe"}, HangKind.HELD_UP, "waiting for a pipe"
+    ),
+    "no group": ({"groups": ()}, HangKind.HELD_UP, "holds up the job"),
+    "work": ({"idle": False}, HangKind.HELD_UP, "holds up the job"),
+    "a thing that is not known": ({"idle": None}, HangKind.HELD_UP, "holds up the job"),
+    "a device": ({"waits": True}, HangKind.HELD_UP, "holds up the job"),
+    "a save": ({"phase": P.CHECKPOINT}, HangKind.HELD_UP, "in a checkpoint"),
+    "what follows its last step": ({"groups": (), "ends": True}, HangKind.ENDING, "has been ending for 7 s"),
+    "what follows an exception": (
+        {"raised": "KeyError", "outside": "a pipe"}, HangKind.HELD_UP, "for 7 s, after KeyError, in code"
+    ),
+    "a signal": ({"stopped_s": 7.0, "groups": ()}, HangKind.STOPPED, "has been stopped by a signal for 7 s"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("what", BEHAVIOURS)
+def test_a_rank_is_accused_only_where_its_wait_cannot_end_by_itself(what: str) -> None:
+    shows, kind, sentence = BEHAVIOURS[what]
+    late = seen(2, 4, **{"phase": P.OTHER, "waits": False, "idle": True, **shows})
+    finding = explain_hang([seen(0, 5), seen(1, 5), late], AFTER_S)
+    assert finding is not None
+    assert (finding.kind, finding.ranks, finding.waiting) == (kind, (2,), (0, 1))
+    assert finding.is_accusation == (kind in (HangKind.STOPPED, HangKind.BEHIND))
+    assert sentence in finding.sentence
+
+
+def test_a_person_at_one_rank_is_why_the_job_stands_still_whatever_else_is_seen() -> None:
+    alone = seen(0, 5, phase=P.PERSON, waits=False, frame="train.py:3 in main")
+    finding = explain_hang([alone, seen(1, 4, stopped_s=9.0), seen(2, 3, idle=True)], AFTER_S)
+    assert finding is not None
+    assert (finding.kind, finding.ranks) == (HangKind.HELD_UP, (0,))
+    assert explain_hang([alone], AFTER_S) is not None
+
+
 def test_ranks_that_are_all_in_the_same_collective_are_told_apart_by_nothing() -> None:
     finding = explain_hang([seen(0, 5, frame="a.py:1 in f"), seen(1, 5, frame="a.py:1 in f")], AFTER_S)
     assert finding is not None
@@ -142,7 +196,6 @@ def stack(*calls: str) -> str:
     return other + "Current thread 0x02 (most recent call first):\n" + "\n".join(lines) + "\n"
 
 
-P = RankPhase
 SITE = "/v/lib/python3.11/site-packages"
 
 
@@ -200,18 +253,54 @@ def test_a_stack_tells_what_a_rank_is_in(calls: list[str], phase: RankPhase) -> 
 # ------------------------------------------------------------------------------------------------- times
 
 
-def test_ranks_are_looked_at_after_what_is_long_for_this_job() -> None:
-    times = HangTimes(HangTimeout.parse("auto"))
-    assert (times.p99_s, times.look_s, times.act_s(certain=True)) == (0.0, LOOK_S, ACT_S)
-    for _ in range(99):
-        times.learn(1.0)
-    times.learn(400.0)
-    assert (times.p99_s, times.look_s) == (1.0, LOOK_S)
-    for _ in range(4):
-        times.learn(600.0)
-    assert times.look_s == 2.5 * 600
+def times_of(*seconds: float, text: str = "auto") -> HangTimes:
+    times = HangTimes(HangTimeout.parse(text))
+    for step, took in enumerate(seconds):
+        times.learn(took, step)
+    return times
+
+
+def test_ranks_are_looked_at_and_ended_after_what_is_long_for_this_job() -> None:
+    times = times_of(*[1.0] * 99, 60.0)
+    assert (times.p99_s, times.look_s, times.accuse_s) == (1.0, LOOK_S, ACCUSE_S)
+    assert times.act_s(certain=True) == times.act_s(certain=True, stopped=True) == ACT_S
+    times = times_of(*[1.0] * 99, 400.0)
+    # It went on after such a pause: only a stopped rank does not.
+    assert times.act_s(certain=True) == 800.0
+    assert times.act_s(certain=True, stopped=True) == ACT_S
+    times = times_of(*[600.0] * 5)
+    assert times.look_s == times.accuse_s == 2.5 * 600
     assert times.act_s(certain=True) == 8 * 600
     assert times.act_s(certain=False) == math.inf
+
+
+@pytest.mark.parametrize("step_s", [0.1, 30.0, 200.0, 320.0, 900.0])
+def test_a_second_step_that_takes_as_long_as_the_first_one_is_never_ended(step_s: float) -> None:
+    times = times_of()
+    for _ in range(2):  # the attempt after a restart begins with what is known of the one before
+        times.learn_first(step_s + 4.0)
+        assert times.look_s > step_s
+        assert times.act_s(certain=True) >= max(2 * step_s, FIRST_ACT_S)
+    times.learn(step_s, 1)
+    assert times.act_s(certain=True) >= FIRST_ACT_S
+    times.learn(step_s, 2)
+    assert (times.usual_s, times.act_s(certain=True)) == (step_s, max(ACT_S, 8 * step_s))
+
+
+def test_a_step_that_is_reported_at_once_says_nothing_of_those_that_follow() -> None:
+    times = times_of()
+    times.learn_first(1.0)  # the one that was restored
+    assert times.act_s(certain=True) == FIRST_ACT_S
+
+
+@pytest.mark.parametrize("certain", [True, False])
+def test_a_number_of_seconds_counts_from_the_first_step_on(certain: bool) -> None:
+    times = times_of(*[0.02] * 9, text="10")
+    assert times.act_s(certain=certain) == 10.0
+    assert times.act_s(certain=certain, started=False) == FIRST_ACT_S
+    assert times.act_s(certain=True, stopped=True, started=False) == 10.0
+    assert times_of(text="3600").act_s(certain=certain, started=False) == 3600.0
+    assert times_of(text="off").act_s(certain=certain, started=False) == math.inf
 
 
 @pytest.mark.parametrize("text", ["0", "-1", "nan", "inf", "soon", ""])
