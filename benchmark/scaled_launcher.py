@@ -10,6 +10,7 @@ from resiliency.launch.main import main
 
 if __name__ == "__main__":
     act_s = float(sys.argv.pop(1))
-    hang_times.FIRST_STEP_S *= act_s / hang_times.ACT_S
+    for name in ("FIRST_STEP_S", "FIRST_ACT_S", "ACCUSE_S"):
+        setattr(hang_times, name, getattr(hang_times, name) * act_s / hang_times.ACT_S)
     hang_times.ACT_S = act_s
     sys.exit(main())
