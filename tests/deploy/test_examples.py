@@ -14,6 +14,7 @@ import pytest
 import yaml
 
 from resiliency.launch import cli
+from resiliency.launch.job import NO_REQUEUE
 from resiliency.launch.options import resolve
 from simulator.command_line import parse as parse_simulator
 from supervisor.orchestrators.gke import jobsets, sizes
@@ -40,7 +41,34 @@ JOBSET_TYPE: dict[str, Any] = {
     "additionalProperties": False,
     "required": ["replicatedJobs"],
     "properties": {
-        "failurePolicy": {"additionalProperties": False, "properties": {"maxRestarts": {"type": "integer"}}},
+        "failurePolicy": {
+            "additionalProperties": False,
+            "properties": {
+                "maxRestarts": {"type": "integer"},
+                "rules": {
+                    "type": "array",
+                    "items": {
+                        "additionalProperties": False,
+                        "required": ["action"],
+                        "properties": {
+                            "name": {"pattern": "^[A-Za-z]([A-Za-z0-9_,:]*[A-Za-z0-9_])?$"},
+                            "action": {
+                                "enum": ["FailJobSet", "RestartJobSet", "RestartJobSetAndIgnoreMaxRestarts"]
+                            },
+                            "onJobFailureReasons": {
+                                "type": "array",
+                                "items": {
+                                    "enum": [
+                                        *("BackoffLimitExceeded", "DeadlineExceeded", "FailedIndexes"),
+                                        *("MaxFailedIndexesExceeded", "PodFailurePolicy"),
+                                    ]
+                                },
+                            },
+                        },
+                    },
+                },
+            },
+        },
         "replicatedJobs": {
             "type": "array",
             "items": {
@@ -179,6 +207,12 @@ def test_a_jobset_can_lose_a_pod_and_reach_the_daemon_and_the_store(name: str) -
     assert (spec["completionMode"], pod["restartPolicy"]) == ("Indexed", "Never")
     assert spec["backoffLimitPerIndex"] > 0
     assert jobset["spec"]["failurePolicy"]["maxRestarts"] >= 10
+    (rule,) = spec["podFailurePolicy"]["rules"]
+    assert rule["onExitCodes"] == {
+        "containerName": container["name"],
+        "operator": "In",
+        "values": [NO_REQUEUE],
+    }
     assert pod["hostNetwork"] is True
     mounts = {mount["mountPath"]: mount["name"] for mount in container["volumeMounts"]}
     volumes = {volume["name"]: volume for volume in pod["volumes"]}

@@ -7,19 +7,26 @@ import json
 import time
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any
 
 import aiohttp
 import pytest
+import yaml
 from kubernetes_asyncio.client import Configuration
 
+from resiliency.launch.job import NO_REQUEUE
+from supervisor.orchestrators.gke import jobsets
 from supervisor.orchestrators.gke.client import CONFIG_MAPS, JOBS, JOBSETS, NODES, PODS, Api, ApiError
 from supervisor.testing.kubernetes import Cluster, Fault, FaultKind
+from supervisor.testing.kubernetes.hosts import Kubelet
 from supervisor.testing.kubernetes.kinds import Refusal
 from tests.supervisor_kubernetes.fleet import JOBS as NAMESPACE
 from tests.supervisor_kubernetes.fleet import jobset, submit
 from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 from tests.waiting import WAIT_S
+
+EXAMPLES = Path(__file__).parents[2] / "examples" / "gke"
 
 
 @asynccontextmanager
@@ -394,3 +401,45 @@ def test_the_scheduler_takes_any_of_the_nodes_that_fit() -> None:
 
     assert {node_of(seed) for seed in range(20)} == {"n1", "n2", "n3"}
     assert node_of(7) == node_of(7)
+
+
+class Ending(Kubelet):
+    """A kubelet whose pods end with the exit codes that a test gives, one after the other."""
+
+    def __init__(self, codes: list[int]) -> None:
+        super().__init__()
+        self.codes = codes
+
+    def exit_code(self, pod: dict[str, Any]) -> int | None:
+        return self.codes.pop(0) if self.codes else None
+
+
+@pytest.mark.parametrize(("code", "left"), [(NO_REQUEUE, ("Failed", 0)), (1, ("", 1))])
+def test_the_exit_code_that_says_do_not_requeue_ends_a_jobset_of_the_examples_and_no_other_does(
+    code: int, left: tuple[str, int]
+) -> None:
+    (shipped,) = yaml.safe_load_all((EXAMPLES / "ddp-jobset.yaml").read_text())
+    (replicated,) = shipped["spec"]["replicatedJobs"]
+    policies = {
+        name: replicated["template"]["spec"][name]
+        for name in ("podFailurePolicy", "podReplacementPolicy", "backoffLimitPerIndex")
+    }
+
+    async def work() -> None:
+        async with Cluster() as cluster:
+            codes: list[int] = []
+            cluster.add_node("n1", Ending(codes))
+            thing = jobset("a", hosts=1, **policies)
+            thing["spec"]["failurePolicy"] = shipped["spec"]["failurePolicy"]
+            await submit(cluster, thing)
+            codes.append(code)
+
+            def state() -> tuple[str, int]:
+                """End of the JobSet, and the number of pods that run."""
+                return jobsets.end_of(cluster.store.get("jobsets", "a", NAMESPACE)), len(cluster.running("a"))
+
+            await cluster.until(lambda: not cluster.running("a"), "its pod does not end")
+            await cluster.until(lambda: state() == left, f"exit code {code} leads to {state()}")
+            assert cluster.store.get("jobsets", "a", NAMESPACE)["status"]["restarts"] == 0
+
+    run(work())

@@ -20,7 +20,10 @@ Each function looks at one object and does what is due.  The rules were measured
    ``node.kubernetes.io/out-of-service`` (`hosts.collect`).
 7. A living kubelet sets phase Failed before it deletes a pod, or Succeeded where its containers have ended
    with 0 after SIGTERM, which completes the index (`hosts.run_pods`; *read*, since Kubernetes 1.27).
-8. A JobSet counts the restarts that its failure policy limits apart, and marks its Jobs and their pods with
+8. A pod that ends with an exit code for which the podFailurePolicy has `FailJob` fails its Job at once, with
+   the reason PodFailurePolicy; a JobSet whose failure policy has `FailJobSet` for that reason is not
+   restarted (*read*).
+9. A JobSet counts the restarts that its failure policy limits apart, and marks its Jobs and their pods with
    twelve labels (of one group here); what is left out of it, its webhook fills in (`with_defaults`).
 """
 
@@ -89,7 +92,8 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
     failed = [job for job in current if _condition(job, "Failed")]
     wanted = _wanted_jobs(jobset, attempt)
     if failed:
-        if status["restarts"] < (spec.get("failurePolicy") or {}).get("maxRestarts", 0):
+        policy = spec.get("failurePolicy") or {}
+        if status["restarts"] < policy.get("maxRestarts", 0) and not _ends_jobset(policy, failed):
             status["restarts"] += 1
         else:
             status["conditions"] = [{"type": "Failed", "status": "True", "reason": "FailedJobs"}]
@@ -127,7 +131,7 @@ def reconcile_jobset(store: Store, jobset: Object) -> None:
 
 
 def with_defaults(jobset: Object) -> Object:
-    """What the JobSet webhook and its schema make of an object that is created by a call (rule 8)."""
+    """The object that the JobSet webhook and its schema make of one that is created by a call (rule 9)."""
     made = copy.deepcopy(jobset)
     spec = made["spec"]
     spec.setdefault("network", {"enableDNSHostnames": True, "publishNotReadyAddresses": True})
@@ -226,7 +230,7 @@ def reconcile_job(store: Store, job: Object, memory: JobMemory, now: float) -> f
     else:
         if "startTime" not in status:
             status["startTime"] = stamp(store.clock())
-        reason = _why_failed(store, spec, status)
+        reason = _why_failed(store, spec, status, pods)
         if reason:
             status["conditions"] = [{"type": "FailureTarget", "status": "True", "reason": reason}]
             _delete_all(store, active)
@@ -260,7 +264,26 @@ def release_orphans(store: Store) -> None:
             store.update("pods", pod, meta["namespace"], checked=False)
 
 
-def _why_failed(store: Store, spec: Object, status: Object) -> str:
+def _ends_jobset(policy: Object, failed: list[Object]) -> bool:
+    """True where the first rule for the reason of a failed Job fails its JobSet (rule 8)."""
+    reasons = {job["status"]["conditions"][0]["reason"] for job in failed}
+    for rule in policy.get("rules") or ():
+        if reasons & set(rule.get("onJobFailureReasons") or reasons):
+            return bool(rule["action"] == "FailJobSet")
+    return False
+
+
+def _fails_job(spec: Object, pod: Object) -> bool:
+    """True where it has ended with an exit code that fails its Job (rule 8)."""
+    rules = [one for one in (spec.get("podFailurePolicy") or {}).get("rules") or () if one.get("onExitCodes")]
+    codes = {code for rule in rules if rule["action"] == "FailJob" for code in rule["onExitCodes"]["values"]}
+    states = (one.get("state") or {} for one in pod["status"].get("containerStatuses") or ())
+    return any((state.get("terminated") or {}).get("exitCode") in codes for state in states)
+
+
+def _why_failed(store: Store, spec: Object, status: Object, pods: list[Object]) -> str:
+    if any(_fails_job(spec, pod) for pod in pods):
+        return "PodFailurePolicy"
     deadline = spec.get("activeDeadlineSeconds")
     # With the second that a time stamp leaves out.
     if deadline is not None and store.clock() >= _seconds(status["startTime"]) + deadline:
