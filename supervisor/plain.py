@@ -2,7 +2,8 @@
 """Frozen dataclasses as plain dicts and back, for the event log, the status page and the wire.
 
 A reader refuses what it does not know: a field that a newer release wrote is an error with its name, never
-dropped, because a decision that forgets half of its state is worse than one that is not made.
+dropped, because a decision that forgets half of its state is worse than one that is not made.  `from_report`
+is the exception, for reports of launchers and programs to their daemon.
 """
 
 from __future__ import annotations
@@ -64,6 +65,20 @@ def from_plain(cls: type[T], data: object) -> T:
         elif required:
             raise InvalidValue(f"{cls.__name__}.{name} is missing.", value=cls.__name__, field=name)
     return cls(**given)
+
+
+def from_report(cls: type[T], data: object) -> T:
+    """As `from_plain`, from a program of another release: fields that this one does not know are left out.
+
+    A launcher and its daemon are in different images, and a host without reports is worse than one whose
+    newest fields are not read.
+
+    Raises:
+        InvalidValue: a field is missing, of another type or out of its range.
+    """
+    if isinstance(data, Mapping):
+        data = {name: item for name, item in data.items() if name in _decoders(cls)}
+    return from_plain(cls, data)
 
 
 def _decoders(cls: Any) -> dict[str, tuple[_Decoder, bool]]:

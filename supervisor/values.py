@@ -20,6 +20,8 @@ from enum import Enum
 from typing import Any, TypeVar
 
 from resiliency.launch.health.causes import Advice, Cause, Confidence
+from resiliency.launch.health.condition import JobCondition
+from resiliency.launch.health.condition import LauncherState as LauncherState
 from resiliency.launch.health.scores import HostHealth
 from supervisor.plain import InvalidValue, from_plain, to_plain
 from supervisor.policy.diagnosis import is_against_host
@@ -50,17 +52,6 @@ class DeviceState(Enum):
     COMPLETE = "complete"
 
 
-class LauncherState(Enum):
-    """What the launcher of a host does about its own workers: the job plane comes first."""
-
-    UNKNOWN = "unknown"
-    RUNNING = "running"
-    RESTARTING = "restarting"
-    STOPPING = "stopping"
-    #: It has no restart left and leaves the job to the supervisor.
-    GAVE_UP = "gave_up"
-
-
 class EventType(Enum):
     """What the sensor can say to the controller."""
 
@@ -72,6 +63,7 @@ class EventType(Enum):
     ECC = "ecc"
     NO_PROGRESS = "no_progress"  # a job that is not hung finished no step for its downtime threshold
     NODE_CHECK = "node_check"
+    ATTEMPT = "attempt"  # all ranks of an attempt run, and their launchers tell how the job is
     DIAGNOSIS = "diagnosis"  # why an attempt ended or stands still, by the launcher of a host with its ranks
     ORCHESTRATOR = "orchestrator"  # a node or pod changed; `change` says how
     DAEMON_LOST = "daemon_lost"  # only the daemon: another witness has seen the host since
@@ -236,6 +228,16 @@ def check_diagnosis(value: object, kind: EventType, evidence: Evidence) -> None:
             "evidence",
             f"of a {kind.value} must have one of {', '.join(allowed)} as {field}, found {word[:40]!r}",
         )
+
+
+def check_condition(value: object, launcher: LauncherState, condition: JobCondition | None) -> None:
+    if condition is None:
+        return
+    same = condition.state is launcher
+    require(same, value, "condition", f"must be {launcher.value} as launcher, found {condition.state.value}")
+    check_text(condition, "phase", "why")
+    check_seconds(condition, "usual_step_s", "still_s")
+    check_items(condition, "ranks")
 
 
 class Value:
@@ -470,6 +472,9 @@ class Progress(Value):
 
     A restart may take the job back to an older step: `attempt` tells that from a message that was late, and
     `run` a job from an earlier one of its name.
+
+    Attributes:
+        usual_step_s: what a step of this job takes; 0 before that is known.
     """
 
     workload: str
@@ -477,12 +482,13 @@ class Progress(Value):
     attempt: int = 0
     age_s: float = 0.0
     run: str = ""
+    usual_step_s: float = 0.0
 
     def __post_init__(self) -> None:
         check_names(self, "workload")
         check_names(self, "run", required=False)
         check_counts(self, "step", "attempt")
-        check_seconds(self, "age_s")
+        check_seconds(self, "age_s", "usual_step_s")
 
 
 # ---------------------------------------------------------------- daemon to sensor
@@ -500,7 +506,7 @@ class Evidence(Value):
         code: of an Xid; None elsewhere.
         device: the GPU, as the driver names it; empty where no GPU is meant.
         advice: the driver's own recovery action where it gives one (NVML, Xid 154), see `policy.xid`; of a
-            diagnosis what the launcher advises.
+            diagnosis, and of a launcher that gave up, what the launcher advises.
         cause, confidence: of a diagnosis, in the words of `resiliency.launch.health`; else empty.  A node
             check that was asked for says as its cause how the host is, and as its device which GPUs it has
             tried.
@@ -597,6 +603,7 @@ class DaemonReport(Value):
         incarnation: of the daemon process; `sequence` counts its reports from 0, so that a receiver drops
             what is late or repeated.
         attempt: of the job, as the launcher counts; facts of an older attempt say nothing about this one.
+        condition: the launcher's word on the job; None where it tells none.
         workers: all that the daemon knows, also those that did not change.
         run: that the attempt is of, as in `WorkloadInfo`.
     """
@@ -609,12 +616,14 @@ class DaemonReport(Value):
     workers: tuple[WorkerReport, ...] = ()
     findings: tuple[Finding, ...] = ()
     run: str = ""
+    condition: JobCondition | None = None
 
     def __post_init__(self) -> None:
         check_names(self, "host", "incarnation")
         check_names(self, "run", required=False)
         check_counts(self, "sequence", "attempt")
         check_items(self, "workers", "findings")
+        check_condition(self, self.launcher, self.condition)
 
 
 # ---------------------------------------------------------------- events
@@ -632,7 +641,7 @@ _NEEDS_HOST = frozenset(
         EventType.ORCHESTRATOR,
     }
 )
-_NEEDS_WORKLOAD = frozenset({EventType.HANG, EventType.NO_PROGRESS})
+_NEEDS_WORKLOAD = frozenset({EventType.HANG, EventType.NO_PROGRESS, EventType.ATTEMPT})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -713,6 +722,13 @@ class Event(Value):
             is_against_host(Cause(found.cause), Advice(found.advice), Confidence(found.confidence))
             for found in self.evidence
         )
+
+    @property
+    def order_to_stop(self) -> Evidence | None:
+        """A launcher's word that the job would fail again as it is, and should not be started again."""
+        if self.type is not EventType.DIAGNOSIS and self.launcher is not LauncherState.GAVE_UP:
+            return None
+        return next((found for found in self.evidence if found.advice == Advice.STOP.value), None)
 
     @property
     def is_of_ranks(self) -> bool:

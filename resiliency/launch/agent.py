@@ -36,7 +36,6 @@ from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.fleet.link import (
     HostCommand,
     HostCommandKind,
-    LauncherState,
     WorkerReport,
     WorkerStateReporter,
 )
@@ -44,6 +43,7 @@ from resiliency.launch.guardian import Process
 from resiliency.launch.hangs.hosts import JobView
 from resiliency.launch.hangs.slow_ranks import SlowRanks
 from resiliency.launch.hangs.watch import HangWatch
+from resiliency.launch.health.condition import JobCondition, LauncherState, Requeue
 from resiliency.launch.health.diagnosis import Advice, Diagnosis
 from resiliency.launch.incident import RankFault, cause_of
 from resiliency.launch.options import LaunchOptions
@@ -140,10 +140,8 @@ class ResilientAgent(HookedAgent):
         return self._signals.interruptible()
 
     def _pause(self, seconds: float, is_outdated: Callable[[], bool]) -> None:
-        """Wait before the attempt that the hosts have met for; signals raise (`interruptible_join`).
-
-        The reporter's state stays `RESTARTING`.
-        """
+        """Wait before the attempt that the hosts have met for; signals raise (`interruptible_join`)."""
+        self._say(LauncherState.RESTARTING, why=f"{seconds:g} s of pause before attempt {self.attempt}")
         logger.warning(
             "job waits %g s before attempt %d: those before it ended within a minute, without a new step",
             *(seconds, self.attempt),
@@ -173,7 +171,7 @@ class ResilientAgent(HookedAgent):
         ranks = self.ranks
         for local_rank, rank in ranks.items():
             self._report(rank, local_rank, WorkerReport.RUNNING)
-        self._reporter.launcher_is(LauncherState.RUNNING)
+        self._say(LauncherState.RUNNING)
         self._events.emit(
             EventType.WORKERS_STARTED,
             attempt=self.attempt,
@@ -219,7 +217,7 @@ class ResilientAgent(HookedAgent):
         reason = command.reason or "no reason"
         if command.kind is HostCommandKind.LEAVE:
             self.leaving = True
-            self._reporter.launcher_is(LauncherState.STOPPING)
+            self._say(LauncherState.STOPPING, Requeue.YES, f"this host leaves the job: {reason}")
             self._reporter.finish_command(command, done=True, text="this host leaves the job")
             raise UnhealthyNodeException(f"the supervisor asked for it: {reason}")
         if command.attempt is not None and command.attempt < self.attempt:
@@ -242,7 +240,9 @@ class ResilientAgent(HookedAgent):
             found = self._diagnose(self._rendezvous_handler.known_losses())
             if found.advice is Advice.STOP:
                 self.use_no_more_restarts()
-                self._reporter.launcher_is(LauncherState.GAVE_UP)
+                self._say(LauncherState.GAVE_UP, Requeue.NO, found.sentence)
+            elif self.restarts_used >= self._options.max_restarts:
+                self._say(LauncherState.GAVE_UP, Requeue.LATER, f"no restart is left: {found.sentence}")
 
     def _add_failures(self, failures: Sequence[Any], *, ended: bool = True) -> bool:
         """Record those that are new; returns False where there are none."""
@@ -292,7 +292,7 @@ class ResilientAgent(HookedAgent):
             return  # these ended because we stopped them
         for local_rank, rank in self.ranks.items():
             self._report(rank, local_rank, WorkerReport.COMPLETE)
-        self._reporter.launcher_is(LauncherState.STOPPING)
+        self._say(LauncherState.STOPPING, Requeue.NO, "all workers of this host succeeded")
         logger.info("attempt %d: all workers of this host succeeded%s", self.attempt, self.where_stopped())
 
     @property
@@ -316,7 +316,10 @@ class ResilientAgent(HookedAgent):
         """
         running = self._watch is not None
         ends = self._signals.first is not None
-        self._reporter.launcher_is(LauncherState.STOPPING if ends else LauncherState.RESTARTING)
+        if ends:
+            self._say(LauncherState.STOPPING, Requeue.YES, "the launcher was asked to end")
+        else:
+            self._say(LauncherState.RESTARTING)
         self._hangs.end()
         self._slow_ranks.end()
         if self._watch is not None:
@@ -410,9 +413,9 @@ class ResilientAgent(HookedAgent):
             pid=fault.pid,
             log_file=fault.log_file,
         )
+        # With the failure itself: until its diagnosis is made, the supervisor leaves the ranks to us.
+        self._say(LauncherState.RESTARTING, why=f"rank {fault.rank} failed: {fault.cause}")
         self._report(fault.rank, fault.local_rank, WorkerReport.FAILED)
-        if self.restarts_used >= self._options.max_restarts:
-            self._reporter.launcher_is(LauncherState.GAVE_UP)
         logger.error(
             "rank %d failed: %s (%d of %d restarts used)",
             fault.rank,
@@ -432,6 +435,9 @@ class ResilientAgent(HookedAgent):
             if not self._rendezvous_handler.is_closed() and self.find_stop() is None:
                 self._diagnose(lost)
         logger.warning("attempt %d ends: %s", self.attempt, cause)
+
+    def _say(self, state: LauncherState, requeue: Requeue | None = None, why: str = "") -> None:
+        self._reporter.job_is(JobCondition(state=state, requeue=requeue, why=why))
 
     def _report(self, rank: int, local_rank: int, state: WorkerReport) -> None:
         pid = self.pids.get(local_rank, 0)

@@ -25,10 +25,11 @@ from resiliency.launch.agent import ResilientAgent
 from resiliency.launch.agents.host import AgentHost
 from resiliency.launch.failures.handler import FailureHandler
 from resiliency.launch.failures.standard_error import StandardErrors
-from resiliency.launch.fleet.link import LauncherState, NullReporter, WorkerStateReporter
+from resiliency.launch.fleet.link import NullReporter, WorkerStateReporter
 from resiliency.launch.fleet.reporter import DaemonReporter
 from resiliency.launch.hangs.slow_ranks import SlowRanks
 from resiliency.launch.hangs.watch import HangWatch
+from resiliency.launch.health.condition import JobCondition, LauncherState, Requeue
 from resiliency.launch.health.diagnosis import DecidedBy, Diagnosis
 from resiliency.launch.host_check.job_check import JobCheck, UnfitHost
 from resiliency.launch.incident import summarise
@@ -68,6 +69,18 @@ class JobOutcome:
     name: str = "error"
     #: Whether the rendezvous is over for all hosts; else they may go on without this one.
     final: bool = True
+    #: Why the job would fail again as it is; empty where it may not.
+    stop: str = ""
+
+    def fail(self, name: str, stop: Diagnosis | None) -> None:
+        self.name, self.stop = name, stop.sentence if stop is not None else ""
+        self.exit_code = FAILED if stop is None else NO_REQUEUE
+
+    @property
+    def condition(self) -> JobCondition:
+        """The word to the supervisor on a job that this launcher leaves down."""
+        requeue = Requeue.NO if self.stop else Requeue.LATER
+        return JobCondition(state=LauncherState.GAVE_UP, requeue=requeue, why=self.stop or self.name)
 
     @property
     def leaves_job_down(self) -> bool:
@@ -169,7 +182,7 @@ def run(options: LaunchOptions, protection: Protection, standby: Standby) -> int
                 _run_agent(agent, options, outcome)
             finally:
                 if outcome.leaves_job_down:
-                    reporter.launcher_is(LauncherState.GAVE_UP)
+                    reporter.job_is(outcome.condition)
                 _leave(agent, agents, signals, final=outcome.final)
         return outcome.exit_code
 
@@ -295,7 +308,7 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
             outcome.name = "stopped" if stopped else "succeeded"
         else:
             stop = agent.find_stop()
-            outcome.exit_code, outcome.name = _failed_exit_code(stop), "failed"
+            outcome.fail("failed", stop)
             logger.error("%s", _summary(options, agent, stop))
     except _compat.SignalException as error:
         outcome.exit_code = _stopped_exit_code(error.sigval) if agent.all_succeeded else 128 + error.sigval
@@ -315,7 +328,7 @@ def _run_agent(agent: ResilientAgent, options: LaunchOptions, outcome: JobOutcom
         _leave_unfit(error, outcome)
     except _compat.RendezvousClosedError:
         stop = agent.find_stop()
-        outcome.exit_code, outcome.name = _failed_exit_code(stop), "ended elsewhere"
+        outcome.fail("ended elsewhere", stop)
         logger.error("another host ended the job.\n%s", _summary(options, agent, stop))
     except _compat.RendezvousTimeoutError:
         outcome.name, outcome.final = "hosts missing", False
@@ -338,10 +351,6 @@ def _stopped_exit_code(number: int) -> int:
     come to its end.  A pod that is evicted, preempted or suspended would never be made again.
     """
     return 128 + number if os.environ.get(KUBERNETES_ENV) else 0
-
-
-def _failed_exit_code(stop: Diagnosis | None) -> int:
-    return FAILED if stop is None else NO_REQUEUE
 
 
 def _summary(options: LaunchOptions, agent: ResilientAgent, stop: Diagnosis | None) -> str:

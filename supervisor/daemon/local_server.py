@@ -21,7 +21,7 @@ from resiliency.daemon_link import ADDRESS, LOCAL_PROTOCOL, MAX_LINE_BYTES
 from resiliency.errors import ConfigError
 from resiliency.tasks import end_tasks, wait_for
 from supervisor.daemon.workers import HostWorkers, Reporter
-from supervisor.plain import InvalidValue
+from supervisor.plain import InvalidValue, from_report
 from supervisor.protocol.host_commands import HostCommand
 from supervisor.transport.errors import Reason, Refused
 from supervisor.transport.limits import RateLimit
@@ -187,7 +187,7 @@ class LocalServer:
         key = hello.get("key")
         if not isinstance(key, str) or not 1 <= len(key) <= 64:
             raise Refused("a hello must carry a key of 1 to 64 characters.", reason=Reason.INVALID)
-        workload = WorkloadInfo.from_dict(hello.get("workload"))
+        workload = from_report(WorkloadInfo, hello.get("workload"))
         return key, self._workers.join(key, str(hello.get("kind")), workload)
 
     def _check_identity(self, token: Any, writer: asyncio.StreamWriter) -> None:
@@ -219,7 +219,7 @@ class LocalServer:
             if before != _news(reporter):
                 self._changed()
         elif "outcome" in message:
-            outcome = Outcome.from_dict(message["outcome"])
+            outcome = from_report(Outcome, message["outcome"])
             _, future = self._pending.get(outcome.command, (None, None))
             if future is not None and not future.done():
                 future.set_result(outcome)
@@ -235,7 +235,9 @@ def _news(reporter: Reporter) -> tuple[object, ...]:
     steps = any(worker.step is not None for worker in reporter.workers)
     states = [(worker.local_rank, worker.global_rank, worker.state) for worker in reporter.workers]
     diagnoses = [found.evidence.id for found in reporter.diagnoses]
-    return reporter.workload.run, reporter.attempt, reporter.launcher, states, steps, diagnoses
+    known = reporter.condition
+    pace = (known.still_s is None, known.phase, known.ranks, known.requeue) if known is not None else None
+    return reporter.workload.run, reporter.attempt, reporter.launcher, states, steps, diagnoses, pace
 
 
 async def _read(reader: asyncio.StreamReader) -> dict[str, Any] | None:

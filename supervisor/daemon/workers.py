@@ -15,13 +15,15 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
+from resiliency.launch.health.condition import JobCondition
 from resiliency.runtime import Clock
-from supervisor.plain import InvalidValue
+from supervisor.plain import InvalidValue, from_report
 from supervisor.transport.errors import Reason, Refused
 from supervisor.values import (
     DaemonReport,
     DeviceState,
     EventType,
+    Evidence,
     Finding,
     HostInfo,
     LauncherState,
@@ -29,6 +31,7 @@ from supervisor.values import (
     WorkerInfo,
     WorkerReport,
     WorkloadInfo,
+    check_condition,
     cut_text,
     host_state,
 )
@@ -53,10 +56,11 @@ class Reporter:
     connected: bool = True
     attempt: int = 0
     launcher: LauncherState = LauncherState.UNKNOWN
+    condition: JobCondition | None = None
     workers: tuple[WorkerReport, ...] = ()
     #: What a launcher says about the ends of its attempts; in each of its reports, so that none is lost.
     diagnoses: tuple[Finding, ...] = ()
-    #: Why its last report holds diagnoses that this release does not take.
+    #: Why its last report holds a condition or diagnoses that this release does not take.
     ignored: tuple[str, ...] = ()
     #: Monotonic time at which `workers` arrived.
     at: float = 0.0
@@ -186,7 +190,7 @@ class HostWorkers:
         if "run" in said:
             of_run = {"run": said["run"], "first_attempt": said.get("first_attempt", 0)}
             workload = WorkloadInfo.from_dict({**workload.to_dict(), **of_run})
-        values = tuple(WorkerReport.from_dict(worker) for worker in workers)
+        values = tuple(from_report(WorkerReport, worker) for worker in workers)
         ranks = [worker.local_rank for worker in values]
         for key, other in list(self.reporters.items()):
             # A program that was started again speaks for its rank from now on.
@@ -203,21 +207,27 @@ class HostWorkers:
             )
         reporter.workload = workload
         reporter.attempt, reporter.launcher, reporter.workers = attempt, launcher, values
-        self._take_diagnoses(reporter, said.get("diagnoses"))
+        self._take_words(reporter, said)
         reporter.at = self.clock.monotonic()
 
-    def _take_diagnoses(self, reporter: Reporter, said: Any) -> None:
-        """One with unknown words is named, once, and its launcher is heard on."""
+    def _take_words(self, reporter: Reporter, said: Mapping[str, Any]) -> None:
+        """A condition or diagnosis with unknown words is named, once, and the rest of the report counts."""
         found: list[Finding] = []
         ignored: list[str] = []
-        for one in said[-_MOST_DIAGNOSES:] if isinstance(said, list) else ():
+        reporter.condition = None
+        try:
+            reporter.condition = _condition(said.get("condition"), reporter.launcher)
+        except InvalidValue as error:
+            ignored.append(f"condition: {error}")
+        diagnoses = said.get("diagnoses")
+        for one in diagnoses[-_MOST_DIAGNOSES:] if isinstance(diagnoses, list) else ():
             try:
                 found.append(_diagnosis(one))
             except InvalidValue as error:
-                ignored.append(str(error))
+                ignored.append(f"diagnosis: {error}")
         for sentence in dict.fromkeys(ignored):
             if sentence not in reporter.ignored:
-                logger.warning("a diagnosis of the launcher is ignored: %s", sentence)
+                logger.warning("launcher report taken without its %s", sentence)
         reporter.diagnoses, reporter.ignored = tuple(found), tuple(ignored)
 
     def leave(self, reporter: Reporter, *, ended: bool) -> None:
@@ -302,11 +312,32 @@ class HostWorkers:
             attempt=max((one.attempt for one in ordered), default=0),
             launcher=launchers[-1].launcher if launchers else LauncherState.UNKNOWN,
             run=launchers[-1].workload.run if launchers else "",
+            condition=_older_condition(launchers[-1], now) if launchers else None,
             workers=tuple(_older(worker, now - one.at) for one in ordered for worker in one.workers),
             findings=tuple(
                 _older_finding(found, now - one.at) for one in launchers for found in one.diagnoses
             ),
         )
+
+
+def _condition(said: Any, launcher: LauncherState) -> JobCondition | None:
+    """The condition of its job that a launcher reports; None where it reports none.
+
+    Raises:
+        InvalidValue: a field is missing, of another type or out of its range, or a word is not known.
+    """
+    if said is None:
+        return None
+    condition = from_report(JobCondition, said)
+    check_condition(condition, launcher, condition)
+    return condition
+
+
+def _older_condition(reporter: Reporter, now: float) -> JobCondition | None:
+    known = reporter.condition
+    if known is None or known.still_s is None:
+        return known
+    return replace(known, still_s=known.still_s + max(now - reporter.at, 0.0))
 
 
 def _diagnosis(said: Any) -> Finding:
@@ -317,12 +348,9 @@ def _diagnosis(said: Any) -> Finding:
     """
     if not isinstance(said, dict):
         raise InvalidValue(f"a diagnosis must be a table of fields, found {said!r:.40}.")
-    about = {key: said[key] for key in ("ranks", "attempt", "run") if key in said}
-    words = {key: said[key] for key in said if key not in about}
-    words["text"] = cut_text(str(said.get("text", "")))
-    return Finding.from_dict(
-        {**about, "type": EventType.DIAGNOSIS.value, "evidence": {**words, "witness": "launcher"}}
-    )
+    words = {**said, "text": cut_text(str(said.get("text", ""))), "witness": "launcher"}
+    evidence = from_report(Evidence, words).to_dict()
+    return from_report(Finding, {**said, "type": EventType.DIAGNOSIS.value, "evidence": evidence})
 
 
 def _older_finding(found: Finding, seconds: float) -> Finding:

@@ -7,7 +7,7 @@ What arrives becomes a value, and so is checked, before any other code sees it.
 from __future__ import annotations
 
 import functools
-from dataclasses import fields
+from dataclasses import fields, is_dataclass
 from enum import Enum
 from typing import Any, TypeVar
 
@@ -43,11 +43,11 @@ def _fill(message: Any, value: Any) -> Any:
         if isinstance(item, tuple):
             target = getattr(message, field.name)
             for one in item:
-                if isinstance(one, Value):
+                if is_dataclass(one):
                     _fill(target.add(), one)
                 else:
                     target.append(one)
-        elif isinstance(item, Value):
+        elif is_dataclass(item):
             _fill(getattr(message, field.name), item)
         elif item is not None:
             setattr(message, field.name, item.value if isinstance(item, Enum) else item)

@@ -1,6 +1,6 @@
 # Made by scripts/protocol: do not edit.
-# source 780aa54e0f44b634930e354f56aa4eb04584f49ccf108bdc21013d4a718f5f3c
-# body ed7de881e4aa787d52fd0b1c097da1fca0d67864d9bcd1057058b263b79e855e
+# source a58645fb375ef4d59430915d472b1790353614406e01b2d45c4012725930286b
+# body d399d6b2400ac53bd624000a65bb7b9de475d12af56c4683eb65f67cc75cfa4d
 from google.protobuf.internal import containers as _containers
 from google.protobuf import descriptor as _descriptor
 from google.protobuf import message as _message
@@ -142,8 +142,26 @@ class WorkerReport(_message.Message):
     kept_step: int
     def __init__(self, local_rank: _Optional[int] = ..., global_rank: _Optional[int] = ..., state: _Optional[str] = ..., heartbeat_age_s: _Optional[float] = ..., monitor_age_s: _Optional[float] = ..., step: _Optional[int] = ..., step_age_s: _Optional[float] = ..., kept_step: _Optional[int] = ...) -> None: ...
 
+class JobCondition(_message.Message):
+    __slots__ = ("state", "usual_step_s", "still_s", "phase", "ranks", "requeue", "why")
+    STATE_FIELD_NUMBER: _ClassVar[int]
+    USUAL_STEP_S_FIELD_NUMBER: _ClassVar[int]
+    STILL_S_FIELD_NUMBER: _ClassVar[int]
+    PHASE_FIELD_NUMBER: _ClassVar[int]
+    RANKS_FIELD_NUMBER: _ClassVar[int]
+    REQUEUE_FIELD_NUMBER: _ClassVar[int]
+    WHY_FIELD_NUMBER: _ClassVar[int]
+    state: str
+    usual_step_s: float
+    still_s: float
+    phase: str
+    ranks: _containers.RepeatedScalarFieldContainer[int]
+    requeue: str
+    why: str
+    def __init__(self, state: _Optional[str] = ..., usual_step_s: _Optional[float] = ..., still_s: _Optional[float] = ..., phase: _Optional[str] = ..., ranks: _Optional[_Iterable[int]] = ..., requeue: _Optional[str] = ..., why: _Optional[str] = ...) -> None: ...
+
 class DaemonReport(_message.Message):
-    __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings", "run")
+    __slots__ = ("host", "incarnation", "sequence", "attempt", "launcher", "workers", "findings", "run", "condition")
     HOST_FIELD_NUMBER: _ClassVar[int]
     INCARNATION_FIELD_NUMBER: _ClassVar[int]
     SEQUENCE_FIELD_NUMBER: _ClassVar[int]
@@ -152,6 +170,7 @@ class DaemonReport(_message.Message):
     WORKERS_FIELD_NUMBER: _ClassVar[int]
     FINDINGS_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
     host: str
     incarnation: str
     sequence: int
@@ -160,7 +179,8 @@ class DaemonReport(_message.Message):
     workers: _containers.RepeatedCompositeFieldContainer[WorkerReport]
     findings: _containers.RepeatedCompositeFieldContainer[Finding]
     run: str
-    def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., run: _Optional[str] = ...) -> None: ...
+    condition: JobCondition
+    def __init__(self, host: _Optional[str] = ..., incarnation: _Optional[str] = ..., sequence: _Optional[int] = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., workers: _Optional[_Iterable[_Union[WorkerReport, _Mapping]]] = ..., findings: _Optional[_Iterable[_Union[Finding, _Mapping]]] = ..., run: _Optional[str] = ..., condition: _Optional[_Union[JobCondition, _Mapping]] = ...) -> None: ...
 
 class Event(_message.Message):
     __slots__ = ("id", "type", "evidence", "workload", "host", "ranks", "attempt", "launcher", "change", "request", "run")
@@ -231,18 +251,20 @@ class Outcome(_message.Message):
     def __init__(self, command: _Optional[str] = ..., epoch: _Optional[int] = ..., status: _Optional[str] = ..., text: _Optional[str] = ..., tries: _Optional[int] = ..., spare: _Optional[str] = ...) -> None: ...
 
 class Progress(_message.Message):
-    __slots__ = ("workload", "step", "age_s", "attempt", "run")
+    __slots__ = ("workload", "step", "age_s", "attempt", "run", "usual_step_s")
     WORKLOAD_FIELD_NUMBER: _ClassVar[int]
     STEP_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     RUN_FIELD_NUMBER: _ClassVar[int]
+    USUAL_STEP_S_FIELD_NUMBER: _ClassVar[int]
     workload: str
     step: int
     age_s: float
     attempt: int
     run: str
-    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., attempt: _Optional[int] = ..., run: _Optional[str] = ...) -> None: ...
+    usual_step_s: float
+    def __init__(self, workload: _Optional[str] = ..., step: _Optional[int] = ..., age_s: _Optional[float] = ..., attempt: _Optional[int] = ..., run: _Optional[str] = ..., usual_step_s: _Optional[float] = ...) -> None: ...
 
 class Silence(_message.Message):
     __slots__ = ("frozen", "silent", "hosts")
@@ -435,7 +457,7 @@ class SightsRequest(_message.Message):
     def __init__(self, after: _Optional[str] = ...) -> None: ...
 
 class HostSight(_message.Message):
-    __slots__ = ("host", "connected", "age_s", "silent", "attempt", "launcher", "steps")
+    __slots__ = ("host", "connected", "age_s", "silent", "attempt", "launcher", "steps", "condition")
     HOST_FIELD_NUMBER: _ClassVar[int]
     CONNECTED_FIELD_NUMBER: _ClassVar[int]
     AGE_S_FIELD_NUMBER: _ClassVar[int]
@@ -443,6 +465,7 @@ class HostSight(_message.Message):
     ATTEMPT_FIELD_NUMBER: _ClassVar[int]
     LAUNCHER_FIELD_NUMBER: _ClassVar[int]
     STEPS_FIELD_NUMBER: _ClassVar[int]
+    CONDITION_FIELD_NUMBER: _ClassVar[int]
     host: str
     connected: bool
     age_s: float
@@ -450,7 +473,8 @@ class HostSight(_message.Message):
     attempt: int
     launcher: str
     steps: _containers.RepeatedCompositeFieldContainer[RankStep]
-    def __init__(self, host: _Optional[str] = ..., connected: bool = ..., age_s: _Optional[float] = ..., silent: bool = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[RankStep, _Mapping]]] = ...) -> None: ...
+    condition: str
+    def __init__(self, host: _Optional[str] = ..., connected: bool = ..., age_s: _Optional[float] = ..., silent: bool = ..., attempt: _Optional[int] = ..., launcher: _Optional[str] = ..., steps: _Optional[_Iterable[_Union[RankStep, _Mapping]]] = ..., condition: _Optional[str] = ...) -> None: ...
 
 class RankStep(_message.Message):
     __slots__ = ("rank", "step")

@@ -143,6 +143,7 @@ def _sight_message(sight: HostSight) -> Any:
         attempt=sight.attempt,
         launcher=sight.launcher.value,
         steps=[fleet_pb2.RankStep(rank=rank, step=step) for rank, step in sight.steps],
+        condition=sight.condition,
     )
 
 
@@ -189,6 +190,7 @@ async def ask_sights(remote: Remote, *, timeout_s: float) -> list[HostSight]:
                 attempt=one.attempt,
                 launcher=LauncherState(one.launcher),
                 steps=tuple((step.rank, step.step) for step in one.steps),
+                condition=one.condition,
             )
             for one in reply.hosts
         ]

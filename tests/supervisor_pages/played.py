@@ -128,7 +128,7 @@ class Launcher:
         return 1
 
     def _talk(self) -> None:
-        from resiliency.launch.fleet.link import LauncherState
+        from resiliency.launch.health.condition import JobCondition, LauncherState
 
         try:
             if self.link is None:
@@ -140,7 +140,7 @@ class Launcher:
                     if "lost" in said and self.trains:
                         say(f"host {said['lost']} is lost; waiting for another one")
                         self.trains = False
-                        self.reporter.launcher_is(LauncherState.RESTARTING)
+                        self.reporter.job_is(JobCondition(state=LauncherState.RESTARTING))
                     elif "round" in said:
                         self._begin(**said)
         except OSError as error:
@@ -161,7 +161,8 @@ class Launcher:
         )
 
     def _begin(self, *, round: int, rank: int, step: int) -> None:
-        from resiliency.launch.fleet.link import LauncherState, WorkerReport
+        from resiliency.launch.fleet.link import WorkerReport
+        from resiliency.launch.health.condition import JobCondition, LauncherState
 
         self.round, self.rank, self.step, self.trains = round, rank, step, True
         say(f"rank {rank * self.options.workers} starts after step {step}")
@@ -169,7 +170,7 @@ class Launcher:
         for local in range(self.options.workers):
             number = rank * self.options.workers + local
             self.reporter.report(rank=number, local_rank=local, pid=os.getpid(), state=WorkerReport.RUNNING)
-        self.reporter.launcher_is(LauncherState.RUNNING)
+        self.reporter.job_is(JobCondition(state=LauncherState.RUNNING))
 
     def _obey(self) -> None:
         while (command := self.reporter.try_take_command()) is not None:

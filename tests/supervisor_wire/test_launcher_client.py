@@ -22,6 +22,7 @@ from resiliency.daemon_link import GENERATION_ENV, read_generation, to_fleet_att
 from resiliency.errors import ConfigError
 from resiliency.events import EventType
 from resiliency.launch.fleet import link as seam
+from resiliency.launch.health.condition import Requeue
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import STEP_PAGE_ENV, StepPage, report_step
 from resiliency.testing import warm
@@ -85,6 +86,10 @@ def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
                     )
                 )
                 assert (first.attempt, first.launcher) == (0, LauncherState.RUNNING)
+                paced = await fleet.reported(
+                    lambda report: report.condition is not None and bool(report.condition.usual_step_s)
+                )
+                assert paced.condition.still_s is None
                 assert {worker.state for worker in first.workers} == {DeviceState.RUNNING}
                 assert [worker.kept_step for worker in first.workers] == [0, 0]
                 workload = next(v for _, _, v in fleet.sensor.told if isinstance(v, values.WorkloadInfo))
@@ -155,6 +160,8 @@ def test_a_failure_that_the_launcher_can_do_nothing_about_is_left_to_the_supervi
                 assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
                 given_up = await fleet.reported(lambda report: report.launcher is LauncherState.GAVE_UP)
                 assert given_up.workers[-1].state is DeviceState.FAILED
+                assert given_up.condition.requeue is Requeue.LATER
+                assert given_up.condition.why.startswith("no restart is left: rank 1 on ")
                 # It has detached, and the failure is what is left.
                 await fleet.reported(
                     lambda report: (
@@ -398,8 +405,6 @@ def test_a_client_that_cannot_work_is_refused(
 
 
 def test_launcher_and_supervisor_use_the_same_texts() -> None:
-    ours, theirs = seam.LauncherState, values.LauncherState
-    assert {one.name: one.value for one in ours} == {one.name: one.value for one in theirs}
     of_daemon = {host_commands.HostCommandKind.CHECK_HOST}
     taken = set(host_commands.HostCommandKind) - of_daemon
     assert {one.name: one.value for one in seam.HostCommandKind} == {one.name: one.value for one in taken}

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import supervisor.protocol
+from resiliency.launch.health.condition import JobCondition, Requeue
 from supervisor import values
 from supervisor.plain import InvalidValue
 from supervisor.protocol import fleet_pb2
@@ -85,12 +86,22 @@ VALUES: list[Value] = [
         launcher=LauncherState.RESTARTING,
         workers=(WorkerReport(local_rank=1, global_rank=9),),
         findings=(Finding(type=EventType.XID, evidence=EVIDENCE),),
+        condition=JobCondition(
+            **{
+                "state": LauncherState.RESTARTING,
+                "requeue": Requeue.LATER,
+                "why": "storage",
+                "ranks": (0, 3),
+            },
+            **{"usual_step_s": 0.0, "still_s": 12.5, "phase": "an evaluation"},
+        ),
     ),
+    DaemonReport(host="h1", incarnation="ab", sequence=8),
     Event(id="v", type=EventType.WORKER_HB, evidence=(EVIDENCE,), host="h1", ranks=(0, 3), attempt=1),
     Event(id="v", type=EventType.OPERATOR, evidence=(EVIDENCE,), request=Request.FREEZE),
     Command(epoch=2, id="c", kind=CommandKind.SCALE_DOWN, workload="job", replicas=1, evidence=("e1", "e2")),
     Outcome(command="c", epoch=2, status=OutcomeStatus.TIMED_OUT, text="late", tries=3),
-    Progress(workload="job", step=12, attempt=2, age_s=1.5),
+    Progress(workload="job", step=12, attempt=2, age_s=1.5, usual_step_s=0.25),
     Silence(frozen=True, silent=3, hosts=4),
     HostCommand(epoch=1, id="c", kind=HostCommandKind.DUMP_STACKS, workload="job", ranks=(0, 5)),
     HostCommand(epoch=1, id="d", kind=HostCommandKind.RESTART_RANKS, workload="job", attempt=0),

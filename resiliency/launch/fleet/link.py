@@ -1,8 +1,8 @@
 # SPDX-License-Identifier: Apache-2.0
 """The launcher's side of the supervisor: its options, and the seam where its client plugs in.
 
-The texts of the enumerations are those of `supervisor.values` and `supervisor.protocol.host_commands`,
-which the launcher does not import; a test compares them.
+The texts of `WorkerReport` and `HostCommandKind` are those of `supervisor.values` and
+`supervisor.protocol.host_commands`, which the launcher does not import; a test compares them.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from typing import Protocol
 
 from resiliency.errors import ConfigError
 from resiliency.launch.health.causes import Diagnosis
+from resiliency.launch.health.condition import JobCondition
 
 
 class WorkerReport(Enum):
@@ -23,16 +24,6 @@ class WorkerReport(Enum):
     RUNNING = "running"
     FAILED = "failed"
     COMPLETE = "complete"
-
-
-class LauncherState(Enum):
-    """What the launcher does about its workers itself, so that the supervisor need not."""
-
-    UNKNOWN = "unknown"
-    RUNNING = "running"
-    RESTARTING = "restarting"
-    STOPPING = "stopping"
-    GAVE_UP = "gave_up"
 
 
 class HostCommandKind(Enum):
@@ -78,7 +69,20 @@ class WorkerStateReporter(Protocol):
 
     def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None: ...
 
-    def launcher_is(self, state: LauncherState) -> None: ...
+    def job_is(self, condition: JobCondition) -> None:
+        """Report the job's condition; after an end, only a new start or the order not to requeue is news."""
+        ...
+
+    def report_pace(
+        self,
+        *,
+        usual_step_s: float | None,
+        still_s: float | None = None,
+        phase: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        """Report the pace of a running job, as in `JobCondition`; ignored while it does not run."""
+        ...
 
     def report_diagnosis(self, found: Diagnosis) -> None:
         """Why an attempt ended, or stands still; what is said of another host is left to its launcher."""
@@ -111,8 +115,18 @@ class NullReporter:
     def report(self, *, rank: int, local_rank: int, pid: int, state: WorkerReport) -> None:
         del rank, local_rank, pid, state
 
-    def launcher_is(self, state: LauncherState) -> None:
-        del state
+    def job_is(self, condition: JobCondition) -> None:
+        del condition
+
+    def report_pace(
+        self,
+        *,
+        usual_step_s: float | None,
+        still_s: float | None = None,
+        phase: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        del usual_step_s, still_s, phase, ranks
 
     def report_diagnosis(self, found: Diagnosis) -> None:
         del found

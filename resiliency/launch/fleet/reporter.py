@@ -16,6 +16,7 @@ import uuid
 from collections import deque
 from collections.abc import Mapping
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from resiliency.daemon_link import (
@@ -29,11 +30,11 @@ from resiliency.errors import ConfigError
 from resiliency.launch.fleet.link import (
     HostCommand,
     HostCommandKind,
-    LauncherState,
     SupervisorOptions,
     WorkerReport,
 )
 from resiliency.launch.health.causes import Advice, Diagnosis
+from resiliency.launch.health.condition import JobCondition, LauncherState
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import StepPage
@@ -67,7 +68,9 @@ class DaemonReporter:
         self._lock = threading.Lock()
         self._generation = read_generation(os.environ)
         self._attempt, self._first_attempt, self._run = 0, 0, ""
-        self._state = LauncherState.UNKNOWN
+        self._condition = JobCondition(state=LauncherState.UNKNOWN)
+        #: Monotonic time since which the job stands still, where it does.
+        self._still_since: float | None = None
         #: Local rank -> global rank, process, state.
         self._workers: dict[int, tuple[int, int, WorkerReport]] = {}
         #: With the monotonic time of each.
@@ -97,12 +100,34 @@ class DaemonReporter:
             self._workers[local_rank] = (rank, pid, state)
         self._link.report_soon()
 
-    def launcher_is(self, state: LauncherState) -> None:
+    def job_is(self, condition: JobCondition) -> None:
         with self._lock:
-            ends = self._state in (LauncherState.GAVE_UP, LauncherState.STOPPING)
-            if state is LauncherState.RUNNING or not ends:  # what follows an end is its execution
-                self._state = state
+            ended = self._condition.state in (LauncherState.GAVE_UP, LauncherState.STOPPING)
+            # What follows an end is its execution.
+            if condition.state is LauncherState.RUNNING or not ended or condition.ends_job:
+                why = _printable(condition.why)[:_MOST_SENTENCE_CHARS]
+                self._condition, self._still_since = replace(condition, why=why), None
         self._link.report_soon()
+
+    def report_pace(
+        self,
+        *,
+        usual_step_s: float | None,
+        still_s: float | None = None,
+        phase: str = "",
+        ranks: tuple[int, ...] = (),
+    ) -> None:
+        with self._lock:
+            before, still = self._condition, self._still_since is not None
+            if before.state is not LauncherState.RUNNING:
+                return
+            self._condition = replace(
+                before, usual_step_s=usual_step_s, phase=phase, ranks=ranks[:_MOST_RANKS]
+            )
+            self._still_since = None if still_s is None else time.monotonic() - still_s
+            said = (phase, ranks[:_MOST_RANKS], still_s is not None)
+        if said != (before.phase, before.ranks, still):  # ages alone are in each report
+            self._link.report_soon()
 
     def report_diagnosis(self, found: Diagnosis) -> None:
         about_us = self._host in found.hosts or found.advice is not Advice.REPLACE_HOST
@@ -157,15 +182,18 @@ class DaemonReporter:
 
     def _make_report(self) -> Mapping[str, object]:
         with self._lock:
-            workers, attempt, state = dict(self._workers), self._attempt, self._state
-            run, first_attempt = self._run, self._first_attempt
+            workers, attempt, condition = dict(self._workers), self._attempt, self._condition
+            run, first_attempt, still_since = self._run, self._first_attempt, self._still_since
             diagnoses = tuple(self._diagnoses)
         now = time.monotonic()
+        if still_since is not None:
+            condition = replace(condition, still_s=max(now - still_since, 0.0))
         return {
             "run": run,
             "first_attempt": to_fleet_attempt(self._generation, first_attempt),
             "attempt": to_fleet_attempt(self._generation, attempt),
-            "launcher": state.value,
+            "launcher": condition.state.value,  # a daemon of an earlier release knows no condition
+            "condition": condition.to_dict(),
             "workers": [
                 _worker(local_rank, rank, worker_state, self._page)
                 for local_rank, (rank, _, worker_state) in workers.items()

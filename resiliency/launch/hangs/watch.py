@@ -162,6 +162,7 @@ class HangWatch:
             is_time = still_s >= max(attempt.next_look_s, look_s + (self._alone_s(attempt) if asked else 0.0))
             if is_time and not self._is_soon_still(attempt, now):
                 self._inspect(attempt, over, still_s)
+            self._report_pace(attempt, still_s)
             last = time.monotonic()
 
     def _is_soon_still(self, attempt: _Attempt, now: float) -> bool:
@@ -380,6 +381,16 @@ class HangWatch:
         if attempt.board is not None:
             attempt.board.tell(said)
         self._report(attempt, said)
+
+    def _report_pace(self, attempt: _Attempt, still_s: float) -> None:
+        """To the supervisor, which leaves a job to this thread whatever its steps take."""
+        finding = attempt.finding
+        self._reporter.report_pace(
+            usual_step_s=self._times.usual_s or None,
+            still_s=still_s if still_s >= self._times.look_s else None,
+            phase=finding.phase.value if finding is not None else "",
+            ranks=finding.ranks if finding is not None else (),
+        )
 
     def _report(self, attempt: _Attempt, finding: SaidFinding) -> None:
         """To the supervisor, each host of its own ranks; of none any more where it was of some before."""
