@@ -19,8 +19,10 @@ from supervisor.decision.diagnoses import name_culprits, take_diagnosis
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, within_cordon_caps
 from supervisor.decision.incidents import (
     downtime_s,
+    leave_to_launchers,
     lost_hosts,
     note_absence,
+    note_attempt,
     note_refusal,
     open_incident,
     take_progress,
@@ -36,7 +38,15 @@ from supervisor.decision.membership import (
 )
 from supervisor.decision.state import Incident, Seen, State
 from supervisor.decision.turn import Decision, EventReport, Turn
-from supervisor.decision.verdicts import codes, condemn, count_xid, give_up, gives_up, suspect_hang
+from supervisor.decision.verdicts import (
+    codes,
+    condemn,
+    count_xid,
+    give_up,
+    gives_up,
+    suspect_hang,
+    take_order_to_stop,
+)
 from supervisor.policy.caps import CordonMark
 from supervisor.policy.ladder import Cause, Rung, rungs
 from supervisor.policy.spares import JobShape, choose_spare
@@ -287,6 +297,7 @@ class BaseController:
                 self._remember(found.id)
         self._remember(event.id)
         host = turn.state.hosts.get(event.host)
+        take_order_to_stop(turn, event)
         if event.type is EventType.OPERATOR:
             obey(turn, event)
         elif event.type is EventType.DAEMON_LOST:
@@ -300,6 +311,8 @@ class BaseController:
             count_xid(turn, event)
         elif event.type is EventType.SCALE_UP:
             self._offer(event)
+        elif event.type is EventType.ATTEMPT:
+            note_attempt(turn, event)
         elif event.type is EventType.DIAGNOSIS:
             self._take_diagnosis(event)
         elif event.type is EventType.NODE_CHECK and not take_check(turn, event):
@@ -368,6 +381,8 @@ class BaseController:
         turn = self._turn
         incident = turn.state.incidents.get(subject)
         if incident is None or incident.command or incident.decide_at > turn.now:
+            return
+        if leave_to_launchers(turn, incident):
             return
         if not incident.reports:
             # The action was done, and no step came.

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
+from supervisor.policy.pace import advancing_s
 from supervisor.policy.spares import JobShape
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
@@ -158,12 +159,12 @@ def no_verdict(view: View, intent: Intent) -> Refusal | None:
         return None
     verdict = view.state.verdicts.get(f"job:{intent.workload.workload}")
     if verdict is not None and verdict.holds(view.now):
-        return Refusal(text=verdict.text, until=verdict.expires_at)
+        return Refusal(text=verdict.text, until=max(verdict.expires_at, view.now + _LOOK_AGAIN_S))
     return None
 
 
 def not_advancing(view: View, intent: Intent) -> Refusal | None:
-    """A job whose step advanced within the last moments is not restarted.
+    """A job that finished a step within the time that its steps take is not restarted.
 
     The last steps before a confirmed loss of a host are no advance: nothing is waited for.
     """
@@ -171,11 +172,12 @@ def not_advancing(view: View, intent: Intent) -> Refusal | None:
         return None
     name = intent.workload.workload
     mark = view.state.progress.get(name)
-    if mark is not None and view.now - mark.at < view.limits.advancing_s and mark.at > view.lost_at(name):
-        return Refusal(
-            text=f"step {mark.step} was finished {view.now - mark.at:.1f} s ago",
-            until=mark.at + view.limits.advancing_s,
-        )
+    if mark is None:
+        return None
+    within_s = advancing_s(view.limits.advancing_s, mark.usual_step_s)
+    if view.now - mark.at < within_s and mark.at > view.lost_at(name):
+        text = f"step {mark.step} was finished {view.now - mark.at:.1f} s ago"
+        return Refusal(text=text, until=mark.at + within_s)
     return None
 
 

@@ -7,6 +7,8 @@ from dataclasses import replace
 
 from supervisor.decision.state import Incident, Mark
 from supervisor.decision.turn import EventReport, Turn
+from supervisor.policy.pace import still_s
+from supervisor.policy.verdict import STOPPED
 from supervisor.values import (
     Command,
     CommandKind,
@@ -27,19 +29,23 @@ def take_progress(turn: Turn, progress: Progress) -> None:
         return
     mark = turn.state.progress.get(name)
     at = turn.now - progress.age_s
+    new = Mark(
+        step=progress.step,
+        attempt=progress.attempt,
+        at=at,
+        best=max(mark.best if mark is not None else 0, progress.step),
+        usual_step_s=progress.usual_step_s or (mark.usual_step_s if mark is not None else 0.0),
+    )
     if mark is None:
-        turn.put(
-            "progress",
-            name,
-            Mark(step=progress.step, attempt=progress.attempt, at=at, best=progress.step),
-        )
+        turn.put("progress", name, new)
     elif (progress.attempt, progress.step) > (mark.attempt, mark.step) or (
         # The job went back to an earlier checkpoint, without a restart.
         progress.attempt == mark.attempt and progress.step < mark.step and at > mark.at
     ):
-        best = max(mark.best, progress.step)
-        turn.put("progress", name, Mark(step=progress.step, attempt=progress.attempt, at=at, best=best))
-        if best > mark.best:
+        turn.put("progress", name, new)
+        verdict = turn.state.verdicts.get(f"job:{name}")
+        # The last steps before a launcher has stopped its job are read after that.
+        if new.best > mark.best and verdict is not None and (verdict.cause != STOPPED or at > verdict.at):
             turn.put("verdicts", f"job:{name}", None)
         close_if_advancing(turn, name)
 
@@ -62,6 +68,36 @@ def close_if_advancing(turn: Turn, name: str) -> None:
         turn.put("incidents", name, None)
         turn.put("accounts", name, replace(turn.account(name), quiet_since=turn.now))
         turn.notes.append(f"incident {incident.id} closed: {name} finished step {mark.step}")
+
+
+def note_attempt(turn: Turn, event: Event) -> None:
+    """All ranks of an attempt run, by the word of their launchers."""
+    job, incident = turn.state.workloads.get(event.workload), turn.state.incidents.get(event.workload)
+    if (
+        job is not None
+        and incident is not None
+        and job.is_of_run(event.run)
+        and event.attempt > incident.runs
+    ):
+        turn.put("incidents", incident.subject, replace(incident, runs=event.attempt))
+
+
+def leave_to_launchers(turn: Turn, incident: Incident) -> bool:
+    """True, and the incident waits, where only ranks were reported that run again, or an action was done.
+
+    Their launchers know better than a number how long the next step may take.
+    """
+    left = tuple(each for each in incident.reports if not incident.is_over(each))
+    hosts = [host for host in turn.state.hosts.values() if host.workload == incident.subject]
+    run = all(host.state is DeviceState.RUNNING for host in hosts)
+    if left or incident.runs <= incident.attempt or not run:
+        return False
+    over = incident.reports
+    past = tuple(each for each in incident.past if not (over and incident.is_over(each))) + over
+    turn.put("incidents", incident.subject, replace(incident, reports=(), past=past))
+    text = f"attempt {incident.runs} runs, and is left to its launchers"
+    wait_until(turn, incident.subject, turn.now + downtime_s(turn, incident.subject), text)
+    return True
 
 
 def is_still_lost(turn: Turn, event: Event, workload: str) -> bool:
@@ -201,8 +237,9 @@ def pay_back(turn: Turn, command: Command) -> None:
 
 def downtime_s(turn: Turn, name: str) -> float:
     """How long a job may be without a step after an action."""
-    job = turn.state.workloads.get(name)
-    return (job.downtime_threshold_s if job else 0) or turn.limits.workload_downtime_threshold_s
+    job, mark = turn.state.workloads.get(name), turn.state.progress.get(name)
+    least_s = turn.limits.workload_downtime_threshold_s
+    return (job.downtime_threshold_s if job else 0) or still_s(least_s, mark.usual_step_s if mark else 0.0)
 
 
 def wait_until(turn: Turn, subject: str, until: float, note: str) -> None:

@@ -9,7 +9,7 @@ from supervisor.decision.diagnoses import diagnosed_hosts
 from supervisor.decision.incidents import downtime_s, is_still_lost
 from supervisor.decision.state import Incident, Seen
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.decision.verdicts import forgive
+from supervisor.decision.verdicts import forgive, lift_stop
 from supervisor.values import Change, DeviceState, Event, EventType, HostInfo, WorkloadInfo
 
 #: Tables whose rows hold hosts.
@@ -44,6 +44,8 @@ def take_workload(turn: Turn, job: WorkloadInfo) -> None:
             forget_job(turn, job.workload, "its name is used again")
             if lost is not None:
                 turn.put("incidents", job.workload, lost)
+    elif known is not None and not known.is_of_run(job.run):
+        lift_stop(turn, job.workload)
     turn.put("workloads", job.workload, job)
 
 
@@ -83,7 +85,7 @@ def begin_run(turn: Turn, job: WorkloadInfo) -> None:
     if not incident.command:
         until = turn.now + downtime_s(turn, name)
         left = incident.past + incident.reports
-        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until))
+        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until, runs=-1))
 
 
 def forget_job(turn: Turn, name: str, why: str) -> None:
@@ -114,15 +116,15 @@ def is_history(turn: Turn, host: HostInfo) -> bool:
 def forget_gone(turn: Turn) -> None:
     """Forget what has been gone for long: jobs that no host works for, and lost hosts that nothing holds.
 
-    A job, after the time that it may be without a step; an open incident keeps it, as long as a verdict on it
-    holds.  A host, after the time that a verdict on it would hold.
+    A job, after the time that it may be without a step; an open incident keeps it, and a verdict on it until
+    that expires.  A host, after the time that a verdict on it would hold.
     """
     state = turn.state
     kept = {host.workload for host in state.hosts.values() if host.state is not DeviceState.FAILED}
     kept |= {flight.command.workload for flight in state.commands.values()}
     for name in list(state.workloads):
         verdict = state.verdicts.get(f"job:{name}")
-        disputed = name in state.incidents and (verdict is None or verdict.holds(turn.now))
+        disputed = name in state.incidents if verdict is None else turn.now < verdict.expires_at
         if _is_over(turn, f"job:{name}", name in kept or disputed, downtime_s(turn, name)):
             forget_job(turn, name, "no host works for it any more")
             for host in [host for host in turn.state.hosts.values() if host.workload == name]:

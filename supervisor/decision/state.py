@@ -29,12 +29,16 @@ _FULL_BUCKET = TokenBucket()
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Mark:
-    """How far a job has come: the last step of this attempt, when it was finished, and the best ever."""
+    """Progress of a job: the last step of this attempt, when it was finished, and the best ever.
+
+    `usual_step_s`: what a step takes; 0 before that is known.
+    """
 
     step: int
     attempt: int
     at: float
     best: int
+    usual_step_s: float = 0.0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -70,6 +74,7 @@ class Incident:
         done_at: when the last action was done.
         handled: hosts that an action was for.
         attempt: that the last action ended, if it was done; -1 without one.
+        runs: newest attempt all of whose ranks run since, by the word of their launchers; -1 where none said.
         relaunched: the last action, if it was done, started all launchers of the job again.
         stuck: how often the time after an action ended without a step.
         not_swapped: hosts whose swap came to nothing by no fault of a spare: another would fare as it did.
@@ -87,6 +92,7 @@ class Incident:
     done_at: float | None = None
     handled: tuple[str, ...] = ()
     attempt: int = -1
+    runs: int = -1
     relaunched: bool = False
     actions: int = 0
     stuck: int = 0
@@ -107,6 +113,10 @@ class Incident:
         if event.launcher is LauncherState.GAVE_UP and not self.relaunched:
             return False
         return event.type in (EventType.WORKER_HB, EventType.HANG) and event.attempt <= self.attempt
+
+    def is_over(self, event: Event) -> bool:
+        """True for ranks of an attempt that another one has followed, all of whose ranks run."""
+        return event.is_of_ranks and event.attempt < self.runs
 
     @property
     def gave_up(self) -> tuple[str, ...]:

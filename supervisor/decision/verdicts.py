@@ -9,7 +9,7 @@ from dataclasses import replace
 from supervisor.decision.incidents import wait_until
 from supervisor.decision.state import Incident, Suspicion
 from supervisor.decision.turn import EventReport, Turn
-from supervisor.policy.verdict import Verdict
+from supervisor.policy.verdict import STOPPED, Verdict
 from supervisor.policy.xid import Remedy, worst
 from supervisor.values import Event, Evidence, WorkloadInfo
 
@@ -60,6 +60,31 @@ def give_up(turn: Turn, incident: Incident, why: str) -> None:
         # Once it is forgotten, the job gets as many tries as before.
         turn.put("accounts", name, replace(turn.account(name), fruitless=0))
     wait_until(turn, name, turn.now + turn.limits.verdict_s, why)
+
+
+def take_order_to_stop(turn: Turn, event: Event) -> None:
+    """State at once that a job cannot progress, where its launcher has ended it as one that would fail again.
+
+    It holds until a person lifts it, the job finishes a later step, or another start of it comes.
+    """
+    order, host = event.order_to_stop, turn.state.hosts.get(event.host)
+    name = event.workload or (host.workload if host is not None else "")
+    job = turn.state.workloads.get(name)
+    if order is None or job is None or not job.is_of_run(event.run):
+        return
+    known = turn.state.verdicts.get(f"job:{name}")
+    if event.attempt >= turn.view.attempt(name) and (known is None or known.cause != STOPPED):
+        text = f"the job cannot progress: {order.text}"
+        condemn(turn, f"job:{name}", STOPPED, (order.id,), turn.limits.verdict_s, text)
+
+
+def lift_stop(turn: Turn, name: str) -> None:
+    """Another start of the job has come, by its owner: it has its tries."""
+    verdict = turn.state.verdicts.get(f"job:{name}")
+    if verdict is not None and verdict.cause == STOPPED:
+        turn.put("verdicts", f"job:{name}", None)
+        turn.put("incidents", name, None)
+        turn.notes.append(f"job {name} was started again: {verdict.text} is over")
 
 
 def condemn(

@@ -17,6 +17,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import replace
 
+from resiliency.launch.health.causes import Advice
 from supervisor.detection.conditions import Conditions
 from supervisor.detection.jobs import JobWatch
 from supervisor.detection.sightings import (
@@ -111,7 +112,7 @@ class Detector:
         job.stuck_since = job.began_at = time
         if not info.is_new_run(job.info, max(job.attempt, job.named)):
             return job
-        for condition in ("hang", "no progress"):
+        for condition in ("hang", "no progress", "attempt"):
             self._conditions.close((condition, info.workload))
         for name in job.hosts:
             self._hosts[name].forget_attempt()
@@ -145,7 +146,10 @@ class Detector:
         """How far the controller knows a job to be: a sensor that has begun since heard of no step."""
         time = self._pass_time(now)
         job = self._jobs.get(progress.workload)
-        if job is not None and job.step is None and job.info.is_of_run(progress.run):
+        if job is None or not job.info.is_of_run(progress.run):
+            return []
+        job.times.assume(progress.usual_step_s)
+        if job.step is None:
             job.attempt, job.step = progress.attempt, progress.step
             job.step_at = job.surely_at = time - progress.age_s
         return []
@@ -224,8 +228,9 @@ class Detector:
             host.heartbeats.clear()
             host.failed.clear()
             self._conditions.close(("worker", report.host))
-        reacts = report.launcher is not host.launcher and report.launcher in _REACTIONS
-        host.launcher = report.launcher
+        reacted, ends = report.launcher is not host.launcher, host.ends_job
+        host.launcher, host.condition = report.launcher, report.condition
+        reacts = report.launcher in _REACTIONS and (reacted or host.ends_job is not ends)
         said += self._take_workers(report, host, time, reacts=reacts)
         return said
 
@@ -331,6 +336,7 @@ class Detector:
             ):
                 del self._jobs[name]
                 self._conditions.runs.pop(name, None)
+                self._conditions.close(("attempt", name))
         if time - self._checked_hosts_at < self._limits.heartbeat_timeout_s:
             return
         self._checked_hosts_at = time
@@ -533,8 +539,11 @@ class Detector:
         if lost or (reacts and (host.failed or gave_up)):
             texts = [f"rank {rank}: {text}" for rank, text in sorted(lost.items())[:16]]
             if reacts:
-                texts.append(_REACTIONS[report.launcher])
+                why = report.condition.why if report.condition is not None else ""
+                texts.append(_REACTIONS[report.launcher] + (f": {why}" if why else ""))
             evidence = self._conditions.evidence(*texts, age_s=min(ages_s, default=0.0))
+            if reacts and host.ends_job:
+                evidence = (*evidence[:-1], replace(evidence[-1], advice=Advice.STOP.value))
             event = self._conditions.event(
                 EventType.WORKER_HB,
                 evidence,
@@ -637,8 +646,8 @@ class Detector:
         if job is not None and command.kind.restarts:
             if not job.answered and self._job_watch.hosts_there(job):
                 return None
-            recent = job.step is not None and time - job.surely_at < self._limits.advancing_s
-            if recent and job.step_at > self._conditions.lost_at(command.evidence):
+            since = job.step_at > self._conditions.lost_at(command.evidence)
+            if since and self._job_watch.advances(job, time):
                 return False
         answers = [self._is_so(each, command.host) for each in command.evidence]
         if not answers or True in answers:

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Set
 
 from supervisor.detection.conditions import Conditions
 from supervisor.detection.sightings import Offer, Output, SeenHost, SeenJob
+from supervisor.policy.pace import advancing_s, still_s
 from supervisor.policy.spares import JobShape
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import DeviceState, EventType, LauncherState, Progress
@@ -47,6 +48,10 @@ class JobWatch:
             return
         restarted = attempt > job.attempt or (before is not None and step < before)
         if restarted or job.step is None or step > job.step:
+            if restarted or job.step is None:
+                job.times.begin(at - job.began_at)
+            else:
+                job.times.learn(max(at - job.step_at, 0.0) / (step - job.step))
             surely_at = at - unread_s
             if attempt == job.attempt and job.step is not None:
                 # What a rank told before it went back is no time without a step.
@@ -75,24 +80,79 @@ class JobWatch:
         if job.dirty and job.step is not None:
             job.dirty = False
             said.append(self.progress(job, time))
-        limit = self._limits.hang_threshold_s
-        if limit and job.step is not None and not job.hang_reported and time - job.step_at >= limit:
+        judged = self.is_judged(job)
+        if self._is_still(job, time) and not job.hang_reported and not judged:
             said += self._hang(name, job, time)
-        said += self._no_progress(name, job, time)
+        said += self._no_progress(name, job, time, judged=judged)
+        if judged and job.newest > job.announced and self._all_run(job):
+            said += self._begin(name, job)
         if job.info.scaling and job.info.replicas < job.info.max_replicas and self._may_stop(job):
             said += self._offer(name, job, time)
         job.kept_more = False
         return said
 
-    def _no_progress(self, name: str, job: SeenJob, time: float) -> list[Output]:
+    def is_judged(self, job: SeenJob) -> bool:
+        """True where its launchers report its condition: they know a hang from an evaluation."""
+        hosts = [self._hosts[name] for name in self.hosts_there(job)]
+        return any(host.states for host in hosts) and all(
+            host.condition is not None for host in hosts if host.states
+        )
+
+    def usual_step_s(self, job: SeenJob) -> float:
+        """As seen here; until then as its launchers say, and else the time to the first step."""
+        known = (self._hosts[name].condition for name in job.hosts)
+        by_launchers = max((each.usual_step_s or 0.0 for each in known if each), default=0.0)
+        return job.times.usual_s or by_launchers or job.times.longest_s
+
+    def advances(self, job: SeenJob, time: float) -> bool:
+        """True where it has finished a step within the time that its steps take."""
+        within_s = advancing_s(self._limits.advancing_s, self.usual_step_s(job))
+        return job.step is not None and time - job.surely_at < within_s
+
+    def _is_still(self, job: SeenJob, time: float) -> bool:
+        least_s, times = self._limits.hang_threshold_s, job.times
+        limit = still_s(least_s, times.usual_s, times.longest_s) if least_s else math.inf
+        return job.step is not None and time - job.step_at >= limit
+
+    def _all_run(self, job: SeenJob) -> bool:
+        """True where all ranks of its newest attempt run, by the word of its launchers."""
+        hosts = [(name, self._hosts[name]) for name in self.hosts_there(job)]
+        return len(hosts) >= job.info.hosts and all(
+            host.attempt == job.newest
+            and host.launcher is LauncherState.RUNNING
+            and host.info.state is DeviceState.RUNNING
+            and not (host.failed or name in self._silent)
+            for name, host in hosts
+        )
+
+    def _begin(self, name: str, job: SeenJob) -> list[Output]:
+        """Say that an attempt runs: what was wrong with the ranks of earlier ones has been seen to."""
+        job.announced = job.newest
+        self._conditions.close(("attempt", name))
+        event = self._conditions.event(
+            EventType.ATTEMPT,
+            self._conditions.evidence(f"launcher: all ranks of attempt {job.newest} run"),
+            workload=name,
+            attempt=job.newest,
+            launcher=LauncherState.RUNNING,
+        )
+        self._conditions.keep_open(("attempt", name), event)
+        return [event]
+
+    def _no_progress(self, name: str, job: SeenJob, time: float, *, judged: bool) -> list[Output]:
         """By the job's own threshold at any time; by the default only before the first step of an attempt.
 
         After the first step `_hang` looks, and before the first of all attempts nobody knows whether the
-        program tells steps at all: by the default such a job is left alone.
+        program tells steps at all: by the default such a job is left alone.  A job whose ranks all run, by
+        the word of their launchers, is not down.
         """
+        if judged and self._all_run(job):
+            job.stuck_since = time
+            return []
         since, limit = job.stuck_since, job.info.downtime_threshold_s
-        if not limit and self._waits_for_first_step(job):
-            since, limit = job.began_at, self._limits.workload_downtime_threshold_s
+        if not limit and not judged and self._waits_for_first_step(job):
+            least_s = self._limits.workload_downtime_threshold_s
+            since, limit = job.began_at, still_s(least_s, job.times.usual_s)
         if not limit or time - since < limit or not job.hosts:
             return []
         job.stuck_since = job.began_at = time
@@ -192,6 +252,7 @@ class JobWatch:
             attempt=job.attempt,
             age_s=round(age_s, 3),
             run=job.info.run,
+            usual_step_s=round(self.usual_step_s(job), 3),
         )
 
     def hosts_there(self, job: SeenJob) -> list[str]:

@@ -6,6 +6,8 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
+from resiliency.launch.health.condition import JobCondition
+from supervisor.policy.pace import StepTimes
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import (
     DeviceState,
@@ -47,6 +49,7 @@ class HostSight:
         age_s: since its last report.
         silent: it is waited for longer than it should have to be.
         steps: last finished step of each global rank.
+        condition: its launcher's word on the job; empty where it says nothing special.
     """
 
     host: str
@@ -56,6 +59,7 @@ class HostSight:
     attempt: int
     launcher: LauncherState
     steps: tuple[tuple[int, int], ...]
+    condition: str = ""
 
 
 Output = Event | HostInfo | WorkloadInfo | Progress | Silence | Probe | Poll
@@ -67,6 +71,7 @@ class SeenHost:
     __slots__ = (
         "attempt",
         "blind",
+        "condition",
         "connected",
         "earlier",
         "failed",
@@ -103,6 +108,7 @@ class SeenHost:
         self.sequence = -1
         self.attempt = 0
         self.launcher = LauncherState.UNKNOWN
+        self.condition: JobCondition | None = None
         self.left = ""  # the job that was seen to go on without it, and whose host its daemon says it is
         self.states: dict[int, DeviceState] = {}  # by local rank
         self.failed: set[int] = set()
@@ -121,6 +127,12 @@ class SeenHost:
         self.steps.clear()
         self.heartbeats.clear()
         self.attempt = 0
+        self.condition = None
+
+    @property
+    def ends_job(self) -> bool:
+        """True where its launcher has ended the job as one that would fail again as it is."""
+        return self.condition is not None and self.condition.ends_job
 
     def look_in(self, time: float, limits: Thresholds) -> float:
         """Seconds until it would be silent, or late, or is looked at again because it is."""
@@ -155,6 +167,7 @@ class SeenHost:
             attempt=self.attempt,
             launcher=self.launcher,
             steps=tuple(sorted(self.steps.items())),
+            condition=self.condition.sentence if self.condition is not None else "",
         )
 
 
@@ -171,6 +184,7 @@ class SeenJob:
     """What the detector knows of one job; times as for hosts."""
 
     __slots__ = (
+        "announced",
         "answered",
         "attempt",
         "began_at",
@@ -190,6 +204,7 @@ class SeenJob:
         "step_at",
         "stuck_since",
         "surely_at",
+        "times",
     )
 
     def __init__(self, info: WorkloadInfo, now: float, earlier: frozenset[str] = frozenset()) -> None:
@@ -199,6 +214,8 @@ class SeenJob:
         self.hosts: set[str] = set()
         self.attempt = 0  # of the last step
         self.newest = 0  # that any of its hosts is at
+        self.announced = -1  # the newest attempt for which an ATTEMPT event was sent
+        self.times = StepTimes()
         self.named = 0  # the same, of this run: launchers that have not met the others name none yet
         self.began_at = now  # when that was heard of
         self.step: int | None = None

@@ -5,13 +5,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+#: Cause of a verdict on a job that its own launcher has ended as one that would fail again as it is.
+STOPPED = "stopped"
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Verdict:
     """`subject` (a host or a job) is `cause`, by `evidence`, until `expires_at`.
 
     A verdict without evidence cannot be looked at again, and one without an end would keep a repaired host
-    out of use for ever: neither can be made.
+    out of use for ever: neither can be made.  A job that its launcher has stopped is not started again by the
+    passing of time: there `expires_at` only ends the memory of a job that no host works for.
     """
 
     subject: str
@@ -28,4 +32,4 @@ class Verdict:
             raise ValueError(f"a verdict on {self.subject} must expire, found {self.at} to {self.expires_at}")
 
     def holds(self, now: float) -> bool:
-        return now < self.expires_at
+        return now < self.expires_at or self.cause == STOPPED

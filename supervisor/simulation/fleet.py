@@ -4,10 +4,12 @@
 from __future__ import annotations
 
 import math
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
 
+from resiliency.launch.health.condition import JobCondition, Requeue
 from supervisor.orchestrator import Answer
 from supervisor.simulation.loop import Loop
 from supervisor.values import (
@@ -37,6 +39,8 @@ STOPS_S = (3.0, 12.0)
 TELLS_S = 1.0
 #: How long the launcher of a host that is back takes to its rendezvous.
 MEETS_S = 15.0
+#: How long a launcher that tells how its job is lets ranks hang.
+HANG_ENDS_S = 60.0
 #: Attempts of one start of a whole job by its orchestrator.
 GENERATION = 1000
 CHECKPOINT_STEPS = 60
@@ -49,6 +53,7 @@ class SimHost:
     info: HostInfo
     alive: bool = True
     daemon: bool = True
+    stopped_at: float | None = None  # its launcher is stopped since, and its ranks go on
     cut: bool = False  # nothing that it sends arrives
     deaf: bool = False  # nothing that it is sent arrives
     slow_s: float = 0.0  # what it sends is that late
@@ -68,11 +73,20 @@ class SimHost:
 
 @dataclass
 class SimJob:
-    """One training: steps are a function of time while nothing is wrong with any of its hosts."""
+    """One training: steps are a function of time while nothing is wrong with any of its hosts.
+
+    Attributes:
+        loads_s: from the start of its ranks to the beginning of the first step.
+        evaluates: it does so each so many steps, for so many seconds.
+        tells: its launchers tell how it is.
+    """
 
     info: WorkloadInfo
     hosts: list[str]
     step_s: float
+    loads_s: float = 0.0
+    evaluates: tuple[int, float] | None = None
+    tells: bool = False
     attempt: int = 0
     generation: int = 0
     base: int = 0
@@ -84,15 +98,33 @@ class SimJob:
     stalls: bool = False  # its next start never comes to a step
 
     def step(self, now: float) -> int:
-        if self.since is None:
-            return self.base
-        return self.base + int((now - self.since) / self.step_s)
+        return self.base if self.since is None else self.base + self._steps_in(now - self.since)[0]
 
     def step_at(self, now: float) -> float:
         """When the last step was finished."""
-        if self.since is None:
-            return self.stopped_at
-        return self.since + int((now - self.since) / self.step_s) * self.step_s
+        return self.stopped_at if self.since is None else self.since + self._steps_in(now - self.since)[1]
+
+    def _steps_in(self, seconds: float) -> tuple[int, float]:
+        """Steps that are finished after `seconds` of training, and after how many the last of them was."""
+        rounds, left, each, pause_s = 0.0, seconds, 0, 0.0
+        if self.evaluates is not None:
+            each, pause_s = self.evaluates
+            rounds, left = divmod(seconds, each * self.step_s + pause_s)
+        steps = min(int(left / self.step_s), each or sys.maxsize)
+        since = -pause_s if rounds and not steps else steps * self.step_s
+        return int(rounds) * each + steps, rounds * (each * self.step_s + pause_s) + since
+
+    def condition(self, launcher: LauncherState, now: float) -> JobCondition | None:
+        """The condition that its launchers report."""
+        if not self.tells:
+            return None
+        if launcher is not LauncherState.RUNNING:
+            gave_up = launcher is LauncherState.GAVE_UP
+            return JobCondition(state=launcher, requeue=Requeue.LATER if gave_up else None)
+        still_s = now - self.step_at(now)
+        return JobCondition(
+            state=launcher, still_s=still_s if still_s > max(5.0, 2.5 * self.step_s) else None
+        )
 
     stopped_at: float = 0.0
 
@@ -148,6 +180,8 @@ class Fleet:
             return
         host.failed = True
         job.stop(self.loop.now)
+        if job.tells:  # with the failure itself
+            host.launcher, host.reacted_at = launcher, self.loop.now
         self.news(host)
         attempt = job.attempt
 
@@ -248,7 +282,7 @@ class Fleet:
             self.changed(host)  # launchers say what they belong to at each rendezvous
             self.news(host)
         attempt = job.attempt
-        self.loop.after(RESTART_S, lambda: self._start(job, attempt))
+        self.loop.after(RESTART_S + job.loads_s, lambda: self._start(job, attempt))
 
     def _start(self, job: SimJob, attempt: int) -> None:
         if job.attempt != attempt or job.since is not None:
@@ -258,6 +292,7 @@ class Fleet:
             return
         if job.stalls:
             job.stalls = False
+            self._end_hang(job, self.hosts[job.hosts[0]])
             return
         job.since = self.loop.now
         self.loop.after(
@@ -280,6 +315,18 @@ class Fleet:
         if job.since is not None:
             job.stop(self.loop.now)
             job.hung_by = host.info.id
+            self._end_hang(job, host)
+
+    def _end_hang(self, job: SimJob, host: SimHost) -> None:
+        """A launcher that judges its ranks ends those that hang, and restarts them."""
+        attempt = job.attempt
+
+        def end() -> None:
+            if job.attempt == attempt and job.since is None and not host.failed:
+                self.fail_worker(host, LauncherState.RESTARTING)
+
+        if job.tells:
+            self.loop.after(HANG_ENDS_S, end)
 
     def find(self, host: SimHost, type: EventType, code: int | None, cause: str = "") -> None:
         name = f"{host.info.id}/f{self.loop.steps}.{len(host.findings)}"
@@ -316,9 +363,10 @@ class Fleet:
         return replace(host.info, workers=workers, state=state)
 
     def _workers(self, host: SimHost) -> tuple[WorkerReport, ...]:
-        job, now = self.job_of(host), self.loop.now
+        job, stopped_s = self.job_of(host), self._stopped_s(host)
         if job is None or host.info.id not in job.hosts:
             return ()
+        now = self.loop.now - stopped_s
         # Of this attempt only: where it began is no step that it has finished.
         step = job.step(now) if job.step(now) > job.began else 0
         if job.hung_by == host.info.id:
@@ -329,13 +377,17 @@ class Fleet:
                 local_rank=rank,
                 global_rank=first + rank,
                 state=DeviceState.FAILED if host.failed and rank == 0 else DeviceState.RUNNING,
-                heartbeat_age_s=0.1,
+                heartbeat_age_s=0.1 + stopped_s,
                 step=step if step > 0 else None,
-                step_age_s=max(0.0, now - job.step_at(now)) if step > 0 else None,
+                step_age_s=max(0.0, self.loop.now - job.step_at(now)) if step > 0 else None,
                 kept_step=job.kept_step(now) if step > 0 else None,
             )
             for rank in range(self.workers_per_host)
         )
+
+    def _stopped_s(self, host: SimHost) -> float:
+        """Seconds for which its launcher has been stopped."""
+        return 0.0 if host.stopped_at is None else self.loop.now - host.stopped_at
 
     def report(self, host: SimHost) -> DaemonReport:
         """What the host's daemon says now."""
@@ -349,6 +401,7 @@ class Fleet:
             workers=self._workers(host),
             findings=tuple(host.findings[-4:]),
             run=job.info.run if job else "",
+            condition=job.condition(host.launcher, self.loop.now - self._stopped_s(host)) if job else None,
         )
         host.sequence += 1
         return report

@@ -39,6 +39,8 @@ THRESHOLDS = Thresholds(
     suspicion_s=600.0,
 )
 PERIOD_S = 10.0
+#: Of so many histories one is of jobs whose launchers tell how they are.
+_TELLS_EACH = 5
 #: A history must have come to rest that long after its last fault.
 SETTLED_WITHIN_S = 1500.0
 
@@ -59,12 +61,13 @@ class RecklessController(BaseController):
 
 @dataclass(frozen=True, kw_only=True)
 class Scenario:
-    """All that a run depends on."""
+    """All that a run depends on.  `tells`: launchers tell how their jobs are, and end ranks that hang."""
 
     seed: int
     hosts: int
     faults: tuple[SimFault, ...]
     reckless: bool
+    tells: bool = False
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,7 +91,9 @@ def scenario(seed: int, hosts: int) -> Scenario:
     if draw.random() < 0.2:
         at = round(max(faults[-1].at, 40.0) + 60.0 * draw.random(), 1)
         faults.append(SimFault(at=at, kind=NAME_AGAIN, target=draw.randrange(count)))
-    return Scenario(seed=seed, hosts=count, faults=tuple(faults), reckless=reckless)
+    return Scenario(
+        seed=seed, hosts=count, faults=tuple(faults), reckless=reckless, tells=seed % _TELLS_EACH == 4
+    )
 
 
 def build_fleet(loop: Loop, hosts: int) -> Fleet:
@@ -142,6 +147,8 @@ def run(
     """Play one history to its end, or to the first violated invariant."""
     loop = Loop(scenario.seed)
     fleet = build_fleet(loop, scenario.hosts)
+    for job in fleet.jobs.values():
+        job.tells = scenario.tells
     chosen = RecklessController if scenario.reckless else BaseController
     plane = Plane(fleet, controller or (lambda: chosen(thresholds)), thresholds, PERIOD_S)
     invariants = Invariants(plane, thresholds)
