@@ -4,7 +4,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 
 from resiliency import __version__
@@ -94,7 +94,7 @@ def make_status(
             for part in around.parts
         ),
         hosts=tuple(_host(host, view, around.sights) for _, host in sorted(state.hosts.items())),
-        jobs=tuple(_job(job, sorted(working[name]), view) for name, job in sorted(state.workloads.items())),
+        jobs=tuple(_jobs(view, working, around.sights or {})),
         incidents=tuple(_incidents(view, journal)),
         commands=tuple(_commands(view, journal)),
         verdicts=tuple(
@@ -104,7 +104,7 @@ def make_status(
                 text=verdict.text,
                 evidence=verdict.evidence,
                 age_s=_age(now, verdict.at),
-                expires_s=verdict.expires_at - now,
+                expires_s=max(0.0, verdict.expires_at - now),
             )
             for key, verdict in state.verdicts.items()
             if verdict.holds(now)
@@ -176,7 +176,14 @@ def _diagnosis(row: Diagnosed | None, now: float) -> DiagnosisStatus | None:
     )
 
 
-def _job(job: WorkloadInfo, hosts: list[str], view: View) -> JobStatus:
+def _jobs(
+    view: View, working: Mapping[str, list[str]], sights: Mapping[str, HostSight]
+) -> Iterator[JobStatus]:
+    for name, job in sorted(view.state.workloads.items()):
+        yield _job(job, sorted(working[name]), view, sights)
+
+
+def _job(job: WorkloadInfo, hosts: list[str], view: View, sights: Mapping[str, HostSight]) -> JobStatus:
     name, limits = job.workload, view.limits
     account, mark = view.account(name), view.state.progress.get(name)
     verdict = view.state.verdicts.get(f"job:{name}")
@@ -206,6 +213,8 @@ def _job(job: WorkloadInfo, hosts: list[str], view: View) -> JobStatus:
         next_action_s=max(0.0, view.next_action_at(name, repeated=True) - view.now),
         incident=incident.id if incident else "",
         verdict=(verdict.text or verdict.cause) if verdict and verdict.holds(view.now) else "",
+        # One host asks the others, and names ranks of them.
+        condition=max((sights[name].condition for name in hosts if name in sights), key=len, default=""),
         diagnosis=_diagnosis(gravest_diagnosis(view.state, name), view.now),
     )
 

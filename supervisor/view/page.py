@@ -28,6 +28,7 @@ from supervisor.view.words import (
     diagnosis_text,
     duration,
     incident_state,
+    is_well,
     job_state,
     states_of,
     steps_of,
@@ -223,7 +224,7 @@ def _jobs(jobs: Sequence[JobStatus]) -> str:
             f"{job.actions_left} of {job.actions_at_once}"
             + (f", next in {duration(job.next_action_s)}" if job.next_action_s else "")
             + (f"; {job.fruitless} without progress" if job.fruitless else ""),
-            f"<span{' class=bad' if job_state(job) != 'well' else ''}>{escape(job_state(job))}</span>",
+            f"<span{'' if is_well(job) else ' class=bad'}>{escape(job_state(job))}</span>",
             escape(diagnosis_text(job.diagnosis)),
         )
         for job in jobs

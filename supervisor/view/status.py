@@ -123,6 +123,7 @@ class JobStatus(Value):
         next_action_s: no action before that many seconds have passed.
         incident: id of the open one, empty without.
         verdict: why nothing more is done for it; empty without one.
+        condition: a launcher's word on a job that stands still or has ended; empty without one.
         diagnosis: of the newest attempt that failed or stood still; one that blames this job's ranks or hosts
             goes before those that are its echoes.
     """
@@ -149,6 +150,7 @@ class JobStatus(Value):
     next_action_s: float = 0.0
     incident: str = ""
     verdict: str = ""
+    condition: str = ""
     diagnosis: DiagnosisStatus | None = None
 
 

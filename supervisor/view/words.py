@@ -153,4 +153,9 @@ def job_state(job: JobStatus) -> str:
         return f"{job.hosts_needed - len(job.hosts)} of {count(job.hosts_needed, 'host')} missing"
     if not (job.in_job.limit or job.restarts.limit):
         return "no restart budget: --max-restarts and --max-workload-restarts of its launchers are 0"
-    return "well"
+    return f"well: {job.condition}" if job.condition else "well"
+
+
+def is_well(job: JobStatus) -> bool:
+    """True where no person has to look at a job."""
+    return job_state(job).startswith("well")
