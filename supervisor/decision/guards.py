@@ -189,7 +189,7 @@ def launcher_first(view: View, intent: Intent) -> Refusal | None:
     incident = view.state.incidents.get(intent.workload.workload) if intent.workload else None
     if incident is None or not intent.kind.restarts:
         return None
-    until = incident.opened_at + view.limits.launcher_grace_s
+    until = incident.reported_at + view.limits.launcher_grace_s  # each try of the launcher's has its time
     replaces = intent.spare is not None or intent.kind is CommandKind.SCALE_DOWN
     if replaces and any(each.type is EventType.DIAGNOSIS for each in incident.reports):
         return None

@@ -25,7 +25,8 @@ class Thresholds:
     silence_min_hosts: int = 3  # fewer silent hosts never freeze
     # One incident.
     coalesce_s: float = 2.0  # reports of one incident are gathered that long before it is decided upon
-    launcher_grace_s: float = 60.0  # a launcher that restarts its ranks itself is left to it that long
+    # A launcher that restarts its ranks itself is left to it that long: it pauses for up to 60 s.
+    launcher_grace_s: float = 120.0
     advancing_s: float = 4.0  # a job that finished a step within that time is not restarted
     workload_downtime_threshold_s: float = 600.0  # no step that long after an action: the next rung
     container_termination_threshold_s: float = 600.0  # an action must have ended by then

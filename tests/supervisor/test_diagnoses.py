@@ -113,7 +113,7 @@ def test_without_a_spare_the_launcher_has_its_time_before_the_job_is_reset() -> 
     fleet.give(diagnosed(fleet))
     fleet.give(fleet.event(EventType.WORKER_HB, attempt=0, ranks=(), launcher=LauncherState.RESTARTING))
     assert fleet.wait(LIMITS.coalesce_s) == [CORDON]
-    assert fleet.wait(LIMITS.launcher_grace_s) == [RESET]
+    assert fleet.wait(LIMITS.launcher_grace_s - LIMITS.coalesce_s) == [RESET]
 
 
 # ---------------------------------------------------------------- many of them

@@ -301,6 +301,16 @@ def test_ranks_that_their_launcher_has_restarted_are_no_reason_for_an_action() -
     assert fleet.state.accounts["train"].fruitless == 0
 
 
+def test_a_launcher_that_pauses_longer_after_each_failure_is_left_to_it() -> None:
+    """Its pauses grow to a minute, and each attempt ends at once."""
+    fleet = Controller(max_in_job_restarts=5)
+    for attempt, pause_s in enumerate((1.0, 2.0, 5.0, 15.0, 30.0, 60.0, 60.0, 60.0)):
+        fleet.give(fleet.event(EventType.WORKER_HB, attempt=attempt, launcher=LauncherState.RESTARTING))
+        assert fleet.wait(pause_s) == []
+        runs(fleet, attempt=attempt + 1)
+    assert fleet.sent == []
+
+
 @pytest.mark.parametrize(("usual_step_s", "within_s"), [(0.3, 4.0), (30.0, 60.0), (320.0, 640.0)])
 def test_a_step_within_two_usual_ones_keeps_a_job_from_a_restart(
     usual_step_s: float, within_s: float
