@@ -52,10 +52,7 @@ class OtherSide:
             self._debug,
         ):
             self._start(act)
-        holder = (
-            "import fcntl, sys; f = open(sys.argv[1], 'r+'); fcntl.lockf(f, fcntl.LOCK_EX); sys.stdin.read()"
-        )
-        argv = [sys.executable, "-c", holder, str(root / "record")]
+        argv = [sys.executable, "-c", _HOLDER, str(root / "record")]
         self._holder = subprocess.Popen(argv, stdin=subprocess.PIPE)
         self._start(self._end_holder)
 
@@ -93,23 +90,21 @@ class OtherSide:
 
     def _answer(self, link: socket.socket) -> None:
         with link, suppress(OSError):
-            asked = link.recv(100) if link.family == socket.AF_INET else b""
-            if b"drip" in asked:
-                link.sendall(b"HTTP/1.0 200 OK\r\n\r\n")
-                until = time.monotonic() + self._seconds
-                while time.monotonic() < until and not self._over.wait(0.1):
-                    link.sendall(bytes(2000))
-                return
+            asked = link.recv(1 << 16) if link.family == socket.AF_INET else b""
+            until = time.monotonic() + self._seconds
             if b"slow" in asked:
-                until = time.monotonic() + self._seconds
                 while time.monotonic() < until and not self._over.wait(0.1):
                     link.recv(2000)
-                while len(link.recv(1 << 20)) > 0:
-                    if link.recv(1 << 20, socket.MSG_PEEK | socket.MSG_DONTWAIT) == b"":
-                        break
-            else:
+            elif b"drip" not in asked:
                 self._late()
             link.sendall(b"HTTP/1.0 200 OK\r\n\r\nyes")
+            while b"drip" in asked and time.monotonic() < until and not self._over.wait(0.1):
+                link.sendall(bytes(2000))
+            # Closing with words unread resets the connection, and the answer is lost.
+            link.shutdown(socket.SHUT_WR)
+            link.settimeout(self._seconds)
+            while link.recv(1 << 20):
+                pass
 
     def _pipe(self) -> None:
         if self._wait_for("at-step") and not self._late():
