@@ -143,7 +143,7 @@ class HandOff:
     def stop(self) -> None:
         """Hand over nothing any more, and wait for nothing but what is being handed over just now."""
         hand_off, self._hand_off = self._hand_off, None
-        if hand_off is not None and not hand_off.close(_STOP, last_look=False):
+        if hand_off is not None and not hand_off.close(timedelta(), last_look=False):
             logger.error("a step is still being handed over: %s does not answer", self.job.directory)
 
 
@@ -210,7 +210,8 @@ class _HandOffThread:
             self._is_asked, self._is_closed, self._is_stopped = last_look, True, not last_look
             self._until = time.monotonic() + timeout.total_seconds() - _AGAIN_S
             self._changed.notify()
-        self._thread.join(timeout.total_seconds())
+        # Its last try begins within the timeout; a busy machine takes longer than that over it.
+        self._thread.join((timeout + _STOP).total_seconds())
         return not self._thread.is_alive()
 
     # --- the thread ------------------------------------------------------------------------------
