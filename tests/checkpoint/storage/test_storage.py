@@ -364,7 +364,10 @@ def test_a_large_read_leaves_the_page_cache_as_it_was(
         monkeypatch.setattr(os, "preadv", older)
     target = memoryview(bytearray(1 << 20))
     with closing(LocalStorage(tmp_path).open("f")) as reader:
-        assert reader.read_into(0, target[:-5], target[-5:]) == 1 << 20
+        for _ in range(5):  # the kernel keeps pages that another core is at, whatever the advice
+            assert reader.read_into(0, target[:-5], target[-5:]) == 1 << 20
+            if is_cached(path) == is_warm:
+                break
     assert is_cached(path) == is_warm
     assert target == path.read_bytes()
 
