@@ -65,6 +65,7 @@ def main() -> None:
                 if (world, step + 2) in holds:
                     checkpoints.save(step, state, wait=WAIT)
                 if (world, step) in holds:
+                    checkpoints.wait(WAIT)  # whoever starts again must find what was saved
                     print(f"rank {rank} of {world} waits", flush=True)
                     threading.Event().wait(WAIT.total_seconds())
                     raise SystemExit("the job stayed as it was")
