@@ -191,7 +191,7 @@ def test_a_failed_range_does_not_wait_for_a_client_that_asks_for_nothing(
 ) -> None:
     monkeypatch.setattr(server_module, "HOLD", SOON)
     with (
-        serving(tmp_path, size=10) as server,
+        serving(tmp_path, size=10, lease=timedelta(seconds=1)) as server,
         client_of(server, "feeder"),
         client_of(server, "a", max_wait=SHORT) as a,
     ):

@@ -14,6 +14,7 @@ import select
 import signal
 import socket
 import sys
+from contextlib import suppress
 from datetime import timedelta
 
 from resiliency.progress import report_step, watch_rank
@@ -98,7 +99,8 @@ def communicate(kind: str) -> None:
         dist.destroy_process_group()
         wait()
     if kind == "exit":  # only then may the loss of the connection be noticed
-        select.select([os.pidfd_open(int(peer))], [], [])
+        with suppress(ProcessLookupError):  # it is gone already
+            select.select([os.pidfd_open(int(peer))], [], [])
     dist.all_reduce(peer)
 
 
