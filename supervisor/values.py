@@ -747,6 +747,11 @@ class Event(Value):
             return any(found.witness != STREAM for found in self.evidence)
         return self.type is EventType.ORCHESTRATOR and self.change is Change.GONE
 
+    @property
+    def ends_attempt(self) -> bool:
+        """Whether the launcher of the host has said that its ranks ended: it restarts them, or says why."""
+        return self.type is EventType.DIAGNOSIS or self.launcher is LauncherState.RESTARTING
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Silence(Value):

@@ -96,22 +96,23 @@ class View:
         return checked is not None and bool(checked.health)
 
     def lost_at(self, workload: str) -> float:
-        """When the newest confirmed loss of the job's incident was told, of a host or of its launcher.
+        """When the newest confirmed loss of the job's incident was told: of a host, a launcher or ranks.
 
-        Not of a launcher whose attempt a later one has followed: a sensor tells of it again after an absence.
+        Not of an attempt that a later one has followed: a sensor tells of it again after an absence.
         """
         incident, newest = self.state.incidents.get(workload), self.attempt(workload)
+        ended = LauncherState.GAVE_UP
         losses = [
             each
             for each in (incident.reports if incident else ())
-            if each.confirms_loss and not (each.is_of_ranks and each.attempt < newest)
+            if (each.ends_attempt and each.attempt >= newest)
+            or (
+                each.confirms_loss
+                and not (each.is_of_ranks and each.attempt < newest)
+                and (each.launcher is ended or not self.is_back(each.host))
+            )
         ]
-        ended = LauncherState.GAVE_UP
-        reported = (
-            self.state.seen.get(each.id)
-            for each in losses
-            if each.launcher is ended or not self.is_back(each.host)
-        )
+        reported = (self.state.seen.get(each.id) for each in losses)
         return max((seen.at for seen in reported if seen is not None), default=-math.inf)
 
     def is_back(self, host: str) -> bool:
@@ -159,14 +160,17 @@ def no_verdict(view: View, intent: Intent) -> Refusal | None:
         return None
     verdict = view.state.verdicts.get(f"job:{intent.workload.workload}")
     if verdict is not None and verdict.holds(view.now):
-        return Refusal(text=verdict.text, until=max(verdict.expires_at, view.now + _LOOK_AGAIN_S))
+        later = view.now + view.limits.verdict_s  # of one that time does not end
+        return Refusal(
+            text=verdict.text, until=verdict.expires_at if view.now < verdict.expires_at else later
+        )
     return None
 
 
 def not_advancing(view: View, intent: Intent) -> Refusal | None:
     """A job that finished a step within the time that its steps take is not restarted.
 
-    The last steps before a confirmed loss of a host are no advance: nothing is waited for.
+    The last steps before a confirmed loss, of a host or of ranks, are no advance: nothing is waited for.
     """
     if intent.workload is None or not intent.kind.restarts:
         return None

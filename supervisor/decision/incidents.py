@@ -44,8 +44,8 @@ def take_progress(turn: Turn, progress: Progress) -> None:
     ):
         turn.put("progress", name, new)
         verdict = turn.state.verdicts.get(f"job:{name}")
-        # The last steps before a launcher has stopped its job are read after that.
-        if new.best > mark.best and verdict is not None and (verdict.cause != STOPPED or at > verdict.at):
+        # Steps after a launcher has stopped its job are those of another start; its last ones are read late.
+        if verdict is not None and (at > verdict.at if verdict.cause == STOPPED else new.best > mark.best):
             turn.put("verdicts", f"job:{name}", None)
         close_if_advancing(turn, name)
 

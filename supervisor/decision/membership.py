@@ -81,11 +81,12 @@ def begin_run(turn: Turn, job: WorkloadInfo) -> None:
     name, mark = job.workload, turn.state.progress.get(job.workload)
     if mark is not None:
         turn.put("progress", name, replace(mark, attempt=job.first_attempt, step=0))
-    incident = turn.state.incidents[name]
+    incident = replace(turn.state.incidents[name], attempt=-1, runs=-1)
+    turn.put("incidents", name, incident)
     if not incident.command:
         until = turn.now + downtime_s(turn, name)
         left = incident.past + incident.reports
-        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until, runs=-1))
+        turn.put("incidents", name, replace(incident, reports=(), past=left, decide_at=until))
 
 
 def forget_job(turn: Turn, name: str, why: str) -> None:

@@ -116,7 +116,7 @@ class Incident:
 
     def is_over(self, event: Event) -> bool:
         """True for ranks of an attempt that another one has followed, all of whose ranks run."""
-        return event.is_of_ranks and event.attempt < self.runs
+        return (event.is_of_ranks or event.type is EventType.DIAGNOSIS) and event.attempt < self.runs
 
     @property
     def gave_up(self) -> tuple[str, ...]:

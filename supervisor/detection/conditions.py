@@ -111,7 +111,7 @@ class Conditions:
         return concluded is not None and concluded[1] != self._incarnation
 
     def note_loss(self, event: Event, time: float) -> None:
-        for evidence in event.evidence if event.confirms_loss else ():
+        for evidence in event.evidence if event.confirms_loss or event.ends_attempt else ():
             _remember(self._losses, evidence.id, time)
 
     def lost_at(self, ids: Iterable[str]) -> float:

@@ -140,7 +140,8 @@ class JobWatch:
         return [event]
 
     def _no_progress(self, name: str, job: SeenJob, time: float, *, judged: bool) -> list[Output]:
-        """By the job's own threshold at any time; by the default only before the first step of an attempt.
+        """By the job's own threshold from its start on; by the default only before the first step of an
+        attempt.
 
         After the first step `_hang` looks, and before the first of all attempts nobody knows whether the
         program tells steps at all: by the default such a job is left alone.  A job whose ranks all run, by

@@ -118,7 +118,7 @@ class Invariants:
             self._forget_vain_resets()
             if given.type is EventType.HOST_HB and given.id not in self._said:
                 self._check_lost(given)
-            if given.id not in self._said and given.confirms_loss:
+            if given.id not in self._said and (given.confirms_loss or given.ends_attempt):
                 self._lost_at.update((found.id, now) for found in given.evidence)
             self._said[given.id] = given
             self._reported_at[given.host, given.launcher] = now

@@ -242,7 +242,14 @@ def restarted_by_its_owner(fleet: Controller) -> None:
     fleet.give(replace(job, run="r2", first_attempt=1_000_000))
 
 
-@pytest.mark.parametrize(("lift", "then"), [(thaw, [RESET]), (restarted_by_its_owner, [])])
+def trains_again(fleet: Controller) -> None:
+    """In a start of its own, from an older checkpoint: its steps are no best ones yet."""
+    fleet.give(Progress(workload="train", step=100, attempt=1, run="r1"))
+
+
+@pytest.mark.parametrize(
+    ("lift", "then"), [(thaw, [RESET]), (restarted_by_its_owner, []), (trains_again, [])]
+)
 def test_a_person_or_another_start_lifts_the_stop_of_a_job(
     lift: Callable[[Controller], None], then: list[CommandKind]
 ) -> None:
@@ -327,12 +334,37 @@ def test_a_step_within_two_usual_ones_keeps_a_job_from_a_restart(
     assert fleet.wait(1.0) == [IN_JOB]
 
 
+def lost_ranks(fleet: Controller) -> Event:
+    return fleet.event(EventType.WORKER_HB, launcher=LauncherState.RESTARTING)
+
+
+@pytest.mark.parametrize(("tells", "first"), [(lost_ranks, IN_JOB), (diagnosed, CommandKind.HOT_SWAP)])
+def test_ranks_that_ended_by_the_word_of_their_launcher_are_not_waited_for_as_if_they_advanced(
+    tells: Callable[[Controller], Event], first: CommandKind
+) -> None:
+    fleet = Controller(max_in_job_restarts=5)
+    fleet.give(Progress(workload="train", step=501, usual_step_s=300.0))
+    fleet.give(tells(fleet))
+    fleet.wait(LIMITS.coalesce_s)
+    fleet.wait(LIMITS.launcher_grace_s - LIMITS.coalesce_s)
+    assert first in [command.kind for command in fleet.sent]
+
+
 def test_an_action_that_fails_while_the_next_attempt_runs_is_not_tried_again() -> None:
     fleet = Controller(max_in_job_restarts=5)
     assert fleet.happens(EventType.WORKER_HB) == [IN_JOB]
     runs(fleet, attempt=1)
     assert fleet.end(OutcomeStatus.FAILED) == []
     assert fleet.wait(LIMITS.workload_downtime_threshold_s) == []
+
+
+def test_a_guess_that_another_attempt_has_followed_is_over() -> None:
+    fleet = Controller(spares=0)
+    fleet.give(diagnosed(fleet, confidence="medium"))
+    runs(fleet, attempt=1)
+    for _ in range(20):
+        assert fleet.wait(LIMITS.workload_downtime_threshold_s) == []
+    assert "job:train" not in fleet.state.verdicts
 
 
 def test_a_job_without_a_run_takes_an_attempt_of_any() -> None:
