@@ -84,11 +84,13 @@ def look(
         for rank, seen in ranks.items()
         if not (is_stopped(seen.trains) or is_traced(seen.trains))
     }
+    asked = time.monotonic()
+    found = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
+    answers_before = ask(trains, directory, question=COUNT)
+    # Counting may take a rank longer than one that is idle works in a second.
     began = time.monotonic()
     before = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
-    answers_before = ask(trains, directory, question=COUNT)
-    # A rank that does not answer is waited for once, and the others are watched meanwhile.
-    if wait(max(WINDOW_S - (time.monotonic() - began), 0.0)):
+    if wait(WINDOW_S):
         return None
     after = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
     seconds = time.monotonic() - began
@@ -102,7 +104,7 @@ def look(
             if _begun(answers_before.get(rank)) != _begun(answers.get(rank)):
                 idle = False
             view = _shown(replace(view, idle=idle), seen.trains, directory, stacks[rank], answers.get(rank))
-            quiet[rank] = _quiet(seen, view, before[rank], began)
+            quiet[rank] = _quiet(seen, view, found[rank], asked)
             view = replace(view, quiet_s=quiet[rank].at - quiet[rank].since)
         elif is_traced(seen.trains):
             view = replace(view, phase=RankPhase.PERSON)
@@ -136,10 +138,10 @@ def _shown(view: RankView, pid: int, directory: str, stacks: str, answer: RankAn
     return replace(view, waits=found.kind is WaitKind.PEERS, outside=found.outside, idle=idle)
 
 
-def _quiet(seen: Watched, view: RankView, before: Activity, began: float) -> Quiet:
-    """Since when it has done nothing, but for the signals of looks, which wake it."""
+def _quiet(seen: Watched, view: RankView, found: Activity, asked: float) -> Quiet:
+    """Since when it has done nothing, but for looks, which wake it."""
     now, last = time.monotonic(), seen.quiet
-    was_quiet = last is not None and last.activity.is_idle_until(before, began - last.at)
+    was_quiet = last is not None and last.activity.is_idle_until(found, asked - last.at)
     since = last.since if last is not None and was_quiet and view.idle else now
     return Quiet(since=since, at=now, activity=activity(seen.pid, seen.trains))
 

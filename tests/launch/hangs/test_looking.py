@@ -173,6 +173,9 @@ def test_a_rank_whose_system_calls_are_not_shown_does_not_count_as_idle(
 #: What a rank does, and what it shows then beside being idle.
 SHOWN: dict[str, dict[str, object]] = {
     "threading.Lock().acquire() and threading.Event().wait()": {"outside": ""},
+    # What its answer costs is no work of its own.
+    "from resiliency.rank import inspection as i\n"
+    "i._groups = lambda counted: [][sum(range(5_000_000)):]; threading.Event().wait()": {"outside": ""},
     # A tracker, say, keeps a connection beside each job.
     "threading.Thread(target=client.recv, args=(1,), daemon=True).start(); threading.Event().wait()": {
         "outside": ""
