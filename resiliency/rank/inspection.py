@@ -77,7 +77,7 @@ class RankThread:
 class RankAnswer:
     """What a rank says of itself.
 
-    `threads`: of Python, but the main one and those of this package.
+    `threads`: that run Python, but the main one and those of this package.
     `ends`: the interpreter ends, or the process groups are destroyed.
     `raised`: type of the exception that the main thread handles or that ends it; empty: none.
     """
@@ -199,7 +199,8 @@ def _threads(main: threading.Thread) -> list[RankThread]:
     with suppress(Exception):  # a private name, and a dictionary that may change meanwhile
         for ident, thread in list(threading._active.items()):  # type: ignore[attr-defined]
             files = [code.co_filename for code in _calls(frames.get(ident))]
-            if thread is main or any(file.startswith(_PACKAGE) for file in files):
+            # Without calls it is native, and idle: autograd's, say.
+            if thread is main or not files or any(file.startswith(_PACKAGE) for file in files):
                 continue
             is_own = not all("/site-packages/" in file or "/lib/python3" in file for file in files)
             found.append(RankThread(id=thread.native_id, is_daemon=thread.daemon, is_own=is_own))

@@ -130,12 +130,12 @@ class RankThreads:
         """True where another thread, which may release the lock of the main one, waits for something outside.
 
         Trackers, loaders and servers of metrics keep threads beside each job.  So daemons that run no code
-        of the user, and threads that are not Python's, count only where the main one waits for the result of
-        another thread, or in a library.
+        of the user, and threads that are not Python's, count only where the main one waits for another
+        thread, or in a library.  A thread that sleeps may be between two tries of a request.
 
         Args:
             threads: of Python; None: the interpreter is not free to tell.
-            joins: the main thread waits for the result of another one.
+            joins: the main thread waits for another one, as far as its calls tell.
         """
         if threads is None and main.library == PYTHON:
             return True  # that is not known
@@ -168,11 +168,13 @@ class RankThreads:
 def _may_help(found: ThreadWait, thread: RankThread | None, main: ThreadWait, *, joins: bool) -> bool:
     """`thread`: None where it is not Python's."""
     if thread is None:
+        if found.kind is WaitKind.TIME:
+            return found.library == main.library
         return found.kind is WaitKind.OUTSIDE and (joins or main.library != PYTHON)
-    if found.kind is WaitKind.OUTSIDE:
-        return joins or thread.is_own or not thread.is_daemon
-    # Between two tries of a request; but a daemon of the user may measure something now and then.
-    return found.kind is WaitKind.TIME and (not thread.is_daemon or (joins and thread.is_own))
+    is_users = thread.is_own or not thread.is_daemon
+    if found.kind is WaitKind.TIME:
+        return is_users
+    return found.kind in (WaitKind.OUTSIDE, WaitKind.PEERS) and (joins or is_users)
 
 
 def _is_python(library: str) -> bool:

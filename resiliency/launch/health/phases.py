@@ -105,10 +105,13 @@ def phase_of(frames: tuple[Frame, ...]) -> RankPhase:
 
 
 def joins_threads(frames: tuple[Frame, ...]) -> bool:
-    """Whether a main thread with these calls waits for the result of another thread of its process."""
-    return any(
-        _is_of(frame, _JOINS) or (frame.function == "join" and frame.file.endswith("/threading.py"))
-        for frame in _library_calls(frames)
+    """Whether a main thread with these calls waits for another one: its result, or a library's event."""
+    calls = _library_calls(frames)
+    waits = [frame.function for frame in calls if frame.file.endswith("/threading.py")]
+    return (
+        any(_is_of(frame, _JOINS) for frame in calls)
+        or "join" in waits
+        or ("wait" in waits and len(waits) < len(calls))
     )
 
 

@@ -183,8 +183,17 @@ SHOWN: dict[str, dict[str, object]] = {
     "threading.Thread(target=lambda: client.recv(1), daemon=True).start(); threading.Event().wait()": {
         "outside": "another thread of its own"
     },
+    # Between two tries of a request, maybe.
     "threading.Thread(target=lambda: time.sleep(1000), daemon=True).start(); threading.Event().wait()": {
+        "outside": "another thread of its own"
+    },
+    "threading.Thread(target=time.sleep, args=(1000,), daemon=True).start(); threading.Event().wait()": {
         "outside": ""
+    },
+    # A client of a database, whose daemon receives.
+    "threading.Thread(target=client.recv, args=(1,), daemon=True).start()\n"
+    "exec(compile('event.wait()', '/v/site-packages/db.py', 'exec'), {'event': threading.Event()})": {
+        "outside": "another thread of its own"
     },
     "threading.Thread(target=client.recv, args=(1,), daemon=True).start(); queue.Queue().get()": {
         "outside": "another thread of its own"

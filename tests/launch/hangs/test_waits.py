@@ -14,7 +14,8 @@ from pathlib import Path
 
 import pytest
 
-from resiliency.launch.hangs.waits import PYTHON, RankThreads, ThreadWait, WaitKind, classify
+from resiliency.launch.hangs.waits import PYTHON, RankThreads, ThreadWait, WaitKind, _may_help, classify
+from resiliency.rank.inspection import RankThread
 from tests.waiting import wait_until
 
 K = WaitKind
@@ -128,3 +129,29 @@ def test_a_lock_is_a_wait_without_a_time_that_no_other_process_and_no_peer_ends(
     call: str, arguments: tuple[int, ...], library: str, kind: WaitKind
 ) -> None:
     assert classify(call, arguments, library) is kind
+
+
+OWN, LIBRARYS = (RankThread(id=7, is_daemon=True, is_own=own) for own in (True, False))
+
+
+@pytest.mark.parametrize(
+    ("thread", "kind", "library", "main", "joins", "helps"),
+    [
+        (None, K.OUTSIDE, "libarrow.so", "libarrow.so", False, True),
+        (None, K.OUTSIDE, "libgrpc.so", PYTHON, False, False),
+        (None, K.TIME, "libarrow.so", "libarrow.so", False, True),  # between two tries of a request
+        (None, K.TIME, "libgrpc.so", "libarrow.so", True, False),
+        (OWN, K.TIME, PYTHON, PYTHON, False, True),
+        (LIBRARYS, K.TIME, PYTHON, PYTHON, True, False),  # it measures something now and then
+        (LIBRARYS, K.OUTSIDE, PYTHON, PYTHON, False, False),
+        (LIBRARYS, K.OUTSIDE, PYTHON, PYTHON, True, True),
+        (LIBRARYS, K.PEERS, "libtorch_cpu.so", PYTHON, True, True),  # in a store, or a collective
+        (OWN, K.PEERS, "libtorch_cpu.so", PYTHON, False, True),
+        (OWN, K.LOCK, PYTHON, PYTHON, True, False),
+    ],
+)
+def test_a_lock_may_be_released_by_a_thread_that_itself_waits_for_something_outside(
+    thread: RankThread | None, kind: WaitKind, library: str, main: str, joins: bool, helps: bool
+) -> None:
+    found, waits = ThreadWait(kind, library), ThreadWait(K.LOCK, main)
+    assert _may_help(found, thread, waits, joins=joins) is helps

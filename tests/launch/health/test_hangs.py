@@ -20,7 +20,7 @@ from resiliency.launch.health.hang_times import (
     HangTimes,
 )
 from resiliency.launch.health.hangs import HangKind, RankView, explain_hang
-from resiliency.launch.health.phases import RankPhase, main_thread, phase_of, telling_frame
+from resiliency.launch.health.phases import RankPhase, joins_threads, main_thread, phase_of, telling_frame
 from resiliency.rank.inspection import GroupState
 
 from .stuck_jobs import ORDINARY, SLOW, any_job, large_job, run_until_stuck, views
@@ -248,6 +248,28 @@ def test_a_stack_tells_what_a_rank_is_in(calls: list[str], phase: RankPhase) -> 
     if own:
         file, _, function = own[0].partition(":")
         assert telling_frame(frames) == f"{file.removeprefix('/j/')}:7 in {function}"
+
+
+THREADING = "/usr/lib/python3.11/threading.py"
+
+
+@pytest.mark.parametrize(
+    ("calls", "joins"),
+    [
+        (["/j/train.py:main"], False),
+        ([f"{THREADING}:wait", "/j/train.py:main"], False),  # what a lock of its own may wait for, too
+        ([f"{THREADING}:wait", f"{SITE}/db/client.py:get", "/j/train.py:main"], True),
+        ([f"{SITE}/db/client.py:get", "/j/train.py:main"], False),  # a plain lock
+        ([f"{THREADING}:__enter__", f"{SITE}/db/client.py:get", "/j/train.py:main"], False),
+        ([f"{THREADING}:wait", "/j/train.py:main", f"{SITE}/lightning/fit.py:fit"], False),
+        ([f"{THREADING}:join", "/j/train.py:main"], True),
+        (["/usr/lib/python3.11/queue.py:get", "/j/train.py:main"], True),
+    ],
+)
+def test_a_main_thread_waits_for_another_one_where_its_library_or_a_result_says_so(
+    calls: list[str], joins: bool
+) -> None:
+    assert joins_threads(main_thread(stack(*calls))) is joins
 
 
 # ------------------------------------------------------------------------------------------------- times
