@@ -86,6 +86,8 @@ class _Attempt:
     next_look_s: float = 0.0
     finding: HangFinding | None = None
     accusation: _Accusation | None = None
+    #: When this host went on after it was suspended, the last time.
+    resumed_at: float = 0.0
     #: Last finished steps when this host answered the first one.
     answered: dict[int, int | None] = field(default_factory=dict)
     #: Ranks of this host that the supervisor was told to be to blame.
@@ -146,6 +148,7 @@ class HangWatch:
         while not over.wait(_LOOK_EVERY_S):
             now = time.monotonic()
             if now > last + _FROZEN_S:
+                attempt.resumed_at = now
                 for rank in attempt.ranks.values():
                     rank.since, rank.stopped_since, rank.quiet = now, None, None
             self._sample(attempt, now)
@@ -210,10 +213,10 @@ class HangWatch:
             if seen.step is not None and seen.step_time is not None and seen.step != rank.count:
                 if rank.count is None:
                     self._times.learn_first(seen.step_time - rank.since)
-                elif seen.step > rank.count:
+                elif seen.step > rank.count and rank.since > attempt.resumed_at:
                     seconds = (seen.step_time - rank.since) / (seen.step - rank.count)
                     self._times.learn(seconds, seen.step)
-                rank.count, rank.since = seen.step, seen.step_time
+                rank.count, rank.since = seen.step, max(seen.step_time, attempt.resumed_at)
             if rank.trains is None or has_ended(rank.trains):
                 trains = inspected_process(rank.pid, str(self._directory))
                 rank.trains = trains if questions_file(str(self._directory), trains).exists() else None

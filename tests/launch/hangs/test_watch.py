@@ -223,3 +223,31 @@ def test_a_look_waits_for_the_rank_that_finished_the_same_step_a_moment_later(
     finally:
         hangs.close()
     assert min(seen) >= 1.0
+
+
+def test_steps_on_both_sides_of_a_suspension_are_neither_old_nor_learned(tmp_path: Path) -> None:
+    resumed_at = time.monotonic()
+    page = StillPage(resumed_at - 3600.0)
+    rank = watch._Seen(local_rank=0, pid=os.getpid(), since=resumed_at, count=6)
+    attempt = watch._Attempt(
+        job=JobView(run="r", attempt=0, node=0, hosts=1), ranks={0: rank}, resumed_at=resumed_at
+    )
+    hangs = watch.HangWatch(
+        page,
+        directory=tmp_path,
+        host="h",
+        events=EventStream(RunInfo()),
+        reporter=NullReporter(),
+        timeout=HangTimeout(),
+    )
+    try:
+        hangs._sample(attempt, resumed_at)  # it had finished one since the last look
+        assert (rank.count, rank.since) == (7, resumed_at)
+        page.times, page.step = (resumed_at + 2.0,), 8
+        hangs._sample(attempt, resumed_at + 2.0)
+        assert hangs._times.p99_s == 0.0
+        page.times, page.step = (resumed_at + 5.0,), 9
+        hangs._sample(attempt, resumed_at + 5.0)
+        assert hangs._times.p99_s == pytest.approx(3.0)
+    finally:
+        hangs.close()
