@@ -210,6 +210,8 @@ def _threads(main: threading.Thread) -> list[RankThread]:
 def _raised(main: threading.Thread) -> str:
     found: Any = sys._current_exceptions().get(main.ident or 0)
     found = found[1] if isinstance(found, tuple) else found  # before Python 3.12
+    if found is None and not main.is_alive():
+        found = getattr(sys, "last_value", None)  # it has left the main thread, and been printed
     return type(found).__name__ if found is not None else ""
 
 

@@ -116,7 +116,8 @@ def _explain(views: Sequence[RankView], after_s: float) -> HangFinding | None:
     moving = [view for view in views if view.still_s < after_s]
     if not views or (moving and not waits_for):
         return None
-    if ending := [view for view in views if view.ends]:
+    # A rank that crashed has not come to its end: others may wait for it for ever.
+    if ending := [view for view in views if view.ends and not view.raised]:
         return _finding(HangKind.ENDING, ending, waits)
     # Native code that keeps the interpreter lets no thread answer: the others wait for such a rank, if they
     # wait and for no other one.
@@ -200,12 +201,12 @@ def _sentence(kind: HangKind, named: Sequence[RankView], hosts: Sequence[str], w
     seconds = max(view.still_s for view in named)
     if kind is HangKind.ENDING:
         return f"{where} {'has' if one else 'have'} been ending for {seconds:.0f} s, {place}{wait}"
+    if first.raised:
+        place = f"after {first.raised}, {place}"
     if kind is HangKind.BEHIND:
         verb, whose = ("has", "it has") if one else ("have", "they have")
         wait += f" in a collective that {whose} not begun"
         return f"{where} {verb} done nothing for {seconds:.0f} s, {place}{wait}"
-    if first.raised:
-        place = f"after {first.raised}, {place}"
     if first.outside:
         place += f", waiting for {first.outside}"
     return f"{where} {'holds' if one else 'hold'} up the job for {seconds:.0f} s, {place}{wait}"

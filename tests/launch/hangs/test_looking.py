@@ -212,6 +212,11 @@ SHOWN: dict[str, dict[str, object]] = {
     },
     "breakpoint()": {"phase": RankPhase.PERSON},
     "sys.stdin.close(); atexit.register(threading.Event().wait); sys.exit()": {"ends": True},
+    "lock = threading.Lock(); lock.acquire(); threading.Thread(target=lock.acquire).start(); {}['labels']": {
+        "ends": True,
+        "raised": "KeyError",
+        "outside": "",
+    },
     "try: {}['labels']\nfinally: threading.Event().wait()": {"raised": "KeyError", "outside": ""},
 }
 

@@ -133,6 +133,9 @@ BEHAVIOURS: dict[str, tuple[dict[str, object], HangKind, str]] = {
     "a device": ({"waits": True}, HangKind.HELD_UP, "holds up the job"),
     "a save": ({"phase": P.CHECKPOINT}, HangKind.HELD_UP, "in a checkpoint"),
     "what follows its last step": ({"groups": (), "ends": True}, HangKind.ENDING, "has been ending for 7 s"),
+    "what follows a crash": (
+        {"ends": True, "raised": "KeyError"}, HangKind.BEHIND, "for 7 s, after KeyError, in code"
+    ),
     "what follows an exception": (
         {"raised": "KeyError", "outside": "a pipe"}, HangKind.HELD_UP, "for 7 s, after KeyError, in code"
     ),
