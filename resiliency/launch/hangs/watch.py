@@ -308,6 +308,8 @@ class HangWatch:
             self._tell(attempt, finding, found, lasted_s)
         if finding.phase is RankPhase.PERSON:
             return
+        if finding.kind is HangKind.ENDING and not finding.waiting:
+            return  # an export after training has no steps, and holds up no other rank
         left_s = self._left_s(attempt, finding, named, lasted_s)
         if left_s > 0:
             accuse_s = self._times.accuse_s - lasted_s if finding.is_accusation else 0.0

@@ -59,11 +59,11 @@ class Told(NullReporter):
 class Job:
     """Rank 0 waits in a collective that rank 1 has not begun; what rank 1 shows is said, look by look."""
 
-    def __init__(self, shows: Callable[[int], Mapping[str, object]]) -> None:
+    def __init__(self, shows: Callable[[int], Mapping[str, object]], *, waits: bool) -> None:
         self.processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
         self.told = Told()
         self.looks = 0
-        self._shows = shows
+        self._shows, self._waits = shows, waits
 
     def look(self, ranks: Mapping[int, Watched]) -> Look:
         self.looks += 1
@@ -79,7 +79,8 @@ class Job:
                 groups=groups,
             )
             if rank == 0:
-                views.append(replace(view, phase=RankPhase.COLLECTIVE, waits=True, idle=True))
+                phase = RankPhase.COLLECTIVE if self._waits else RankPhase.OTHER
+                views.append(replace(view, phase=phase, waits=self._waits, idle=True))
             else:
                 view = replace(view, phase=RankPhase.OTHER, idle=True, quiet_s=1000.0)
                 views.append(replace(view, **self._shows(self.looks)))  # type: ignore[arg-type]
@@ -115,9 +116,13 @@ def start(
     monkeypatch.setattr(watch, "look", look)
 
     def start(
-        shows: Callable[[int], Mapping[str, object]], *, timeout: str = "auto", step: int | None = 7
+        shows: Callable[[int], Mapping[str, object]],
+        *,
+        timeout: str = "auto",
+        step: int | None = 7,
+        waits: bool = True,
     ) -> Job:
-        job = Job(shows)
+        job = Job(shows, waits=waits)
         jobs.append(job)
         now = time.monotonic()
         hangs = watch.HangWatch(
@@ -159,6 +164,7 @@ INNOCENTS: dict[str, tuple[Callable[[int], Mapping[str, object]], dict[str, obje
     "one look of several found it at work": (lambda look: {"idle": look % 3 != 0}, {}),
     "it waits for something outside": (lambda look: {"outside": "10.0.0.7:443"}, {}),
     "a person has it in a debugger": (lambda look: {"phase": RankPhase.PERSON}, {"timeout": "0.5"}),
+    "it exports what it has trained": (lambda look: {"ends": True}, {"timeout": "0.5", "waits": False}),
     "it has not begun to train": (
         lambda look: {"phase": RankPhase.STARTING},
         {"timeout": "0.5", "step": None},
