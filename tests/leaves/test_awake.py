@@ -109,7 +109,8 @@ JUDGES = (
     *("checkpoint/storage/watched", "checkpoint/replication/completion_link"),
     *("checkpoint/replication/receiver", "checkpoint/replication/transport/connection"),
     *("checkpoint/stop/stop_link", "checkpoint/stop/termination", "data/dispatch/client"),
-    *("launch/agent", "launch/_compat", "launch/rendezvous/reconnecting_store", "launch/standby"),
+    *("launch/agent", "launch/_compat", "launch/hangs/looking", "launch/standby"),
+    "launch/rendezvous/reconnecting_store",
     "template/client",
 )
 

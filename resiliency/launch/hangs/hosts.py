@@ -28,6 +28,7 @@ from resiliency.launch.health.hangs import RankView
 from resiliency.launch.health.phases import RankPhase
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.rank.inspection import GroupState
+from resiliency.runtime import awake_s
 
 logger = logging.getLogger(__name__)
 
@@ -101,10 +102,10 @@ class HostBoard:
             wait: waits so many seconds; true when the attempt has ended, and then there are no answers.
         """
         key = f"{self._key}/{self._question}"
-        deadline = time.monotonic() + ANSWERS_S
+        deadline = awake_s() + ANSWERS_S
         answers: dict[int, HostAnswer] = {}
         read = 0
-        while len(answers) < self._job.hosts - 1 and time.monotonic() < deadline:
+        while len(answers) < self._job.hosts - 1 and awake_s() < deadline:
             if wait(_POLL_S):
                 return None
             lines = self._lines.read(key) or []

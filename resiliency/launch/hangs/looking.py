@@ -26,6 +26,7 @@ from resiliency.rank.inspection import (
     questions_file,
     read_answer,
 )
+from resiliency.runtime import awake_s
 
 #: For this long a rank has to have done nothing to count as idle.
 WINDOW_S = 1.0
@@ -39,7 +40,7 @@ _asking = threading.Lock()
 
 @dataclass(frozen=True, kw_only=True)
 class Quiet:
-    """A rank that has done nothing since `since`, as the looks up to the one at `at` showed."""
+    """A rank that has done nothing since `since`, as the looks up to the one at `at` showed: by `awake_s`."""
 
     since: float
     at: float
@@ -84,16 +85,16 @@ def look(
         for rank, seen in ranks.items()
         if not (is_stopped(seen.trains) or is_traced(seen.trains))
     }
-    asked = time.monotonic()
+    asked = awake_s()
     found = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
     answers_before = ask(trains, directory, question=COUNT)
     # Counting may take a rank longer than one that is idle works in a second.
-    began = time.monotonic()
+    began = awake_s()
     before = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
     if wait(WINDOW_S):
         return None
     after = {rank: activity(ranks[rank].pid, trains[rank]) for rank in trains}
-    seconds = time.monotonic() - began
+    seconds = awake_s() - began
     stacks = dump_stacks(trains, directory, ANSWER_S)
     answers = ask(trains, directory, answers_before.keys(), question=COUNT)
     views, quiet = [], {}
@@ -140,7 +141,7 @@ def _shown(view: RankView, pid: int, directory: str, stacks: str, answer: RankAn
 
 def _quiet(seen: Watched, view: RankView, found: Activity, asked: float) -> Quiet:
     """Since when it has done nothing, but for looks, which wake it."""
-    now, last = time.monotonic(), seen.quiet
+    now, last = awake_s(), seen.quiet
     was_quiet = last is not None and last.activity.is_idle_until(found, asked - last.at)
     since = last.since if last is not None and was_quiet and view.idle else now
     return Quiet(since=since, at=now, activity=activity(seen.pid, seen.trains))
@@ -194,10 +195,10 @@ def _ask(
             finally:
                 os.close(fd)
             asked[rank] = answer
-    deadline = time.monotonic() + ANSWER_S
+    deadline = awake_s() + ANSWER_S
     found: dict[int, RankAnswer] = {}
     expected = asked.keys() & wait_for
-    while not expected <= found.keys() and time.monotonic() < deadline:
+    while not expected <= found.keys() and awake_s() < deadline:
         for rank, answer in asked.items():
             if rank not in found:
                 with suppress(OSError, ValueError):

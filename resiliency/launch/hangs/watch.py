@@ -35,12 +35,12 @@ from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
 from resiliency.rank.inspection import questions_file
-from resiliency.runtime import name_ranks
+from resiliency.runtime import awake_s, name_ranks
 
 logger = logging.getLogger(__name__)
 
 _LOOK_EVERY_S = 0.5
-#: This thread was not run for so long: the whole host was suspended, and what it saw before says nothing.
+#: This process was not run for so long: the whole host was suspended, and what it saw before says nothing.
 _FROZEN_S = 5.0
 #: From this part of the time before a look on, a host listens to what the first one asks.
 _LISTEN = 0.8
@@ -50,6 +50,11 @@ _ALONE_S, _ALONE_STOPPED_S = 10.0, 2.5
 _QUESTIONS = 3
 #: Looks at each of which an accusation has to hold before the launcher acts by itself.
 _LOOKS = 3
+
+
+def _asleep_s() -> float:
+    """Seconds in which this process did not run, since an arbitrary point."""
+    return time.monotonic() - awake_s()
 
 
 @dataclass(kw_only=True)
@@ -86,8 +91,9 @@ class _Attempt:
     next_look_s: float = 0.0
     finding: HangFinding | None = None
     accusation: _Accusation | None = None
-    #: When this host went on after it was suspended, the last time.
+    #: When this host went on after it was suspended, the last time; and for how long it had been in all.
     resumed_at: float = 0.0
+    asleep_s: float = field(default_factory=_asleep_s)
     #: Last finished steps when this host answered the first one.
     answered: dict[int, int | None] = field(default_factory=dict)
     #: Ranks of this host that the supervisor was told to be to blame.
@@ -144,13 +150,9 @@ class HangWatch:
     # ------------------------------------------------------------------------------------------ in the thread
 
     def _watch(self, attempt: _Attempt, over: threading.Event) -> None:
-        last = time.monotonic()
         while not over.wait(_LOOK_EVERY_S):
+            self._was_suspended(attempt)
             now = time.monotonic()
-            if now > last + _FROZEN_S:
-                attempt.resumed_at = now
-                for rank in attempt.ranks.values():
-                    rank.since, rank.stopped_since, rank.quiet = now, None, None
             self._sample(attempt, now)
             still_s = self._longest_still_s(attempt, now)
             look_s = self._times.look_s
@@ -166,7 +168,16 @@ class HangWatch:
             if is_time and not self._is_soon_still(attempt, now):
                 self._inspect(attempt, over, still_s)
             self._report_pace(attempt, still_s)
-            last = time.monotonic()
+
+    def _was_suspended(self, attempt: _Attempt) -> bool:
+        """Whether this host was since the last time; then what was seen of ranks before is forgotten."""
+        before, attempt.asleep_s = attempt.asleep_s, _asleep_s()
+        if attempt.asleep_s - before <= _FROZEN_S:
+            return False
+        attempt.resumed_at = time.monotonic()
+        for rank in attempt.ranks.values():
+            rank.since, rank.stopped_since, rank.quiet = attempt.resumed_at, None, None
+        return True
 
     def _is_soon_still(self, attempt: _Attempt, now: float) -> bool:
         """True where a rank will have stood still for long enough at the next turn, as those that finished
@@ -255,7 +266,7 @@ class HangWatch:
             return None
         for number, quiet in found.quiet.items():
             attempt.ranks[number].quiet = quiet
-        return found, not self._stands_at(before, attempt)
+        return found, self._was_suspended(attempt) or not self._stands_at(before, attempt)
 
     def _stands_at(self, steps: Mapping[int, int | None], attempt: _Attempt) -> bool:
         """True where no rank of this host has finished a step or ended since then."""
@@ -295,7 +306,7 @@ class HangWatch:
             return
         found, moved, silent = seen
         finding = None
-        if not moved and self._stands_at(before, attempt):
+        if not (moved or self._was_suspended(attempt)) and self._stands_at(before, attempt):
             finding = explain_hang(found.views, self._times.look_s, silent=silent)
         if finding is None:
             attempt.accusation = None

@@ -183,6 +183,21 @@ def test_ranks_are_not_ended_that_may_go_on(
         assert (set(levels(caplog, attempt)), job.told.ranks) == ({"WARNING"}, []), why
 
 
+def test_a_look_in_which_the_host_was_suspended_says_nothing(
+    start: Callable[..., Job], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    asleep_s = [0.0]
+    monkeypatch.setattr(watch, "awake_s", lambda: time.monotonic() - sum(asleep_s))
+
+    def suspended(look: int) -> Mapping[str, object]:
+        asleep_s.append(3600.0)
+        return {}
+
+    job = start(suspended, timeout="0.01")
+    wait_until(lambda: job.looks > 5, "it is not inspected")
+    assert (levels(caplog), job.told.ranks, job.has_ended) == ([], [], False)
+
+
 def test_a_rank_that_others_wait_for_is_ended_after_the_time_that_the_user_has_set(
     start: Callable[..., Job],
 ) -> None:
