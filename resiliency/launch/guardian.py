@@ -36,6 +36,8 @@ STDERR_MEMORY = "resiliency-stderr"
 LEFTOVER_GRACE_S = 5.0
 #: How long resource trackers get to clear up behind processes that were killed.
 TRACKER_GRACE_S = 2.0
+#: A wait counts for at most so long at once: the whole job may be suspended meanwhile.
+_TURN_S = 0.5
 
 
 class Process(NamedTuple):
@@ -122,18 +124,19 @@ def find(launcher_id: str) -> list[Process]:
 
 def wait_until_gone(processes: Iterable[Process], timeout_s: float, wake_fd: int | None = None) -> bool:
     """Wait until all `processes` ended; False when time runs out or `wake_fd` becomes readable."""
-    deadline = time.monotonic() + timeout_s
+    left_s = timeout_s
     poll = select.poll()
     if wake_fd is not None:
         poll.register(wake_fd, select.POLLIN)
     fds, unwatched = _watch(processes, poll)
     try:
         while fds or (unwatched := [process for process in unwatched if process.alive]):
-            left_s = deadline - time.monotonic()
             if left_s <= 0:
                 return False
             # Where the kernel has no pidfd, look every 20 ms.
-            ready = poll.poll(min(left_s, 0.02 if unwatched else left_s) * 1000)
+            began, turn_s = time.monotonic(), min(left_s, 0.02 if unwatched else _TURN_S)
+            ready = poll.poll(turn_s * 1000)
+            left_s -= min(time.monotonic() - began, turn_s)
             for fd, _ in ready:
                 if fd == wake_fd:
                     return False

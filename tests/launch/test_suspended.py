@@ -5,12 +5,16 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
 import threading
+import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from resiliency.events import EventType
+from resiliency.launch import guardian
 from resiliency.testing.processes import Command, suspended
 from tests.ports import free_port
 
@@ -49,6 +53,16 @@ def test_a_job_of_two_hosts_that_was_suspended_for_longer_than_all_limits_goes_o
     for host, name in zip(hosts, ("a", "b"), strict=True):
         assert not events(tmp_path / name, EventType.FAULT_DETECTED)
         host.wait_for_line("WARNING .* launcher stopped for", timeout=WAIT)
+
+
+def test_a_wait_for_processes_to_end_goes_on_after_a_suspension(monkeypatch: pytest.MonkeyPatch) -> None:
+    asleep_s = iter((0.0,))
+    clock = SimpleNamespace(monotonic=lambda: time.monotonic() + next(asleep_s, 3600.0))
+    monkeypatch.setattr(guardian, "time", clock)
+    with subprocess.Popen(["sleep", "0.2"]) as process:
+        ending = guardian.Process.of(process.pid)
+        assert ending is not None
+        assert guardian.wait_until_gone([ending], WAIT)
 
 
 def progress(host: Command, count: int) -> str:

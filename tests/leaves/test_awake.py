@@ -110,7 +110,7 @@ JUDGES = (
     *("checkpoint/replication/receiver", "checkpoint/replication/transport/connection"),
     *("checkpoint/stop/stop_link", "checkpoint/stop/termination", "data/dispatch/client"),
     *("launch/agent", "launch/_compat", "launch/hangs/looking", "launch/standby"),
-    "launch/rendezvous/reconnecting_store",
+    *("launch/rendezvous/reconnecting_store", "launch/agents/main", "launch/host_check/exchange"),
     "template/client",
 )
 

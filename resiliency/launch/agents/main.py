@@ -25,7 +25,6 @@ import selectors
 import signal
 import socket
 import sys
-import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from datetime import timedelta
@@ -34,7 +33,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from resiliency import log
 from resiliency.errors import ConfigError, PeerError
-from resiliency.runtime import RunInfo
+from resiliency.runtime import RunInfo, awake_s, elapsed_s
 from resiliency.wake_pipe import WakePipe
 
 if TYPE_CHECKING:
@@ -138,8 +137,8 @@ class Starter:
             logger.error("checkpoint agent %d does not die: its storage hangs in the kernel", pid)
 
     def _await_agents(self, timeout_s: float) -> None:
-        deadline = time.monotonic() + timeout_s
-        while self._agents and (left_s := deadline - time.monotonic()) > 0:
+        until = awake_s() + timeout_s
+        while self._agents and (left_s := until - awake_s()) > 0:
             for key, _ in self._selector.select(left_s):
                 if key.fileobj is self._news:
                     self._news.clear()
@@ -186,7 +185,7 @@ class Starter:
         for pid, served in self._agents.items():
             if served == arena:
                 return pid
-        self._started_at[arena] = time.monotonic()
+        self._started_at[arena] = elapsed_s()
         # A SIGTERM to the child waits until the child can act on it.
         signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})
         parent = os.getpid()
@@ -228,7 +227,7 @@ class Starter:
             if code:
                 logger.warning("checkpoint agent %d of %s ended with exit code %d", pid, arena, code)
             # Killed is no fault of its own; 2: somebody else was faster.
-            if code > 0 and code != 2 and time.monotonic() - self._started_at[arena] < _TOO_SOON_S:
+            if code > 0 and code != 2 and elapsed_s() - self._started_at[arena] < _TOO_SOON_S:
                 self._failed[arena] = f"its agent ended at once with exit code {code}"
 
 

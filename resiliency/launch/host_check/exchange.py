@@ -8,12 +8,12 @@ did not end, are never read.  Host 0 collects, and publishes what it has: all ho
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Mapping
 from datetime import timedelta
 from typing import Any, Protocol
 
 from resiliency.errors import PeerError
+from resiliency.runtime import awake_s, elapsed_s
 
 #: Beyond the time that host 0 waits for the others, until they have its answer.
 _ANSWER_S = 5.0
@@ -51,11 +51,16 @@ class Exchange:
     def try_ask(self, name: str, timeout_s: float) -> Any:
         """What another host published; None: nothing within `timeout_s`."""
         key = f"{self._prefix}/{name}"
-        try:
-            self._store.wait([key], timedelta(seconds=max(timeout_s, 0.001)))
-            return json.loads(self._store.get(key))
-        except RuntimeError:  # torch has no narrower one for its stores
-            return None
+        until = awake_s() + timeout_s
+        while True:
+            began, left_s = elapsed_s(), max(until - awake_s(), 0.001)
+            try:
+                self._store.wait([key], timedelta(seconds=left_s))
+                return json.loads(self._store.get(key))
+            except RuntimeError:  # torch has no narrower one for its stores
+                # Again only where the store's time is over, and not this host's: it was suspended.
+                if elapsed_s() - began < left_s or awake_s() >= until:
+                    return None
 
     def gather(self, name: str, mine: Mapping[str, Any], timeout_s: float) -> list[dict[str, Any]]:
         """What each host says, by rank; the same list on all hosts, and {} for one that said nothing in time.
@@ -65,11 +70,8 @@ class Exchange:
         """
         self.tell(f"{name}/{self.rank}", mine)
         if self.rank == 0:
-            deadline = time.monotonic() + timeout_s
-            said = [
-                self.try_ask(f"{name}/{rank}", deadline - time.monotonic()) or {}
-                for rank in range(self.hosts)
-            ]
+            until = awake_s() + timeout_s
+            said = [self.try_ask(f"{name}/{rank}", until - awake_s()) or {} for rank in range(self.hosts)]
             self.tell(f"{name}/all", said)
             return said
         answer = self.try_ask(f"{name}/all", timeout_s + _ANSWER_S)

@@ -25,6 +25,7 @@ import pytest
 from resiliency.launch.health.__main__ import main
 from resiliency.launch.health.pairing import Pairing
 from resiliency.launch.health.scores import HostHealth, Measurement
+from resiliency.launch.host_check import exchange as exchanging
 from resiliency.launch.host_check import links, probes, programs
 from resiliency.launch.host_check.check import HostReport, report_alone, report_with_others
 from resiliency.launch.host_check.exchange import Exchange
@@ -302,6 +303,31 @@ def test_a_host_that_says_nothing_is_missed_and_without_host_0_the_others_are_un
     reports = on_all(3, lambda exchange: check(exchange, 0))
     assert [report.health for report in reports] == [OK, UNDECIDED, UNDECIDED]
     assert "host 0 did not publish the results of measurements" in reports[1].why
+
+
+class SuspendedStore(MemoryStore):
+    """The time of its first wait is over at once: the host was suspended."""
+
+    asleep_s = 0.0
+
+    def wait(self, keys: list[str], timeout: timedelta) -> None:
+        if not self.asleep_s:
+            self.asleep_s = 3600.0
+            raise RuntimeError("wait timeout")
+        super().wait(keys, timeout)
+
+
+def test_a_host_that_was_suspended_waits_for_what_others_say_as_long_as_before(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    store = SuspendedStore()
+    monkeypatch.setattr(exchanging, "elapsed_s", lambda: time.monotonic() + store.asleep_s)
+    host = Exchange(store, check="run-0", rank=0, hosts=2)
+    host.tell("links", 7)
+    assert host.try_ask("links", 30.0) == 7
+    monkeypatch.setattr(exchanging, "elapsed_s", time.monotonic)
+    store.asleep_s = 0.0
+    assert host.try_ask("links", 30.0) is None  # the store is gone
 
 
 class CutExchange(Exchange):
