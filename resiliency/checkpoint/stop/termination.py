@@ -57,7 +57,7 @@ from resiliency.checkpoint.stop.terminated import Terminated, TerminationOptions
 from resiliency.checkpoint.threads import start_thread
 from resiliency.errors import ConfigError, PeerError
 from resiliency.progress import report_kept
-from resiliency.runtime import StopNote, awake_s, name_ranks, wait_awake
+from resiliency.runtime import StopNote, awake_s, elapsed_s, name_ranks, wait_awake
 from resiliency.signal_pipe import SignalPipe
 from resiliency.wake_pipe import WakePipe
 
@@ -116,7 +116,7 @@ class Termination:
         self._stop_at: int | None = None
         self._called_off = ""
         self._number = signal.SIGTERM
-        self._deadline = self._asked_at = self._called_off_at = 0.0
+        self._deadline = self._asked_at = self._called_off_at = self._ends_at = 0.0
         self._on_its_way = self._reached = self._committed = False
         # What all ranks found, if they are asked; see `collect`.
         self._mine: frozenset[str] | None = None
@@ -196,8 +196,11 @@ class Termination:
         return self._stopping
 
     def time_left(self) -> timedelta:
-        """Until the deadline; zero when it is over."""
-        return timedelta(seconds=self._left_s())
+        """Until the deadline by the clock of what sets it, a scheduler say; zero when it is over.
+
+        Limits on other ranks leave out suspensions, and so may allow for more.
+        """
+        return timedelta(seconds=max(0.0, self._ends_at - elapsed_s()))
 
     def request(self, number: signal.Signals = signal.SIGTERM) -> None:
         """Ask for a stop as if the signal had come, from any thread: for notices that are no signals."""
@@ -352,7 +355,7 @@ class Termination:
             self._stopping = True
             self._number = number
             self._asked_at = awake_s()
-            self._deadline = self._asked_at + left_s
+            self._deadline, self._ends_at = self._asked_at + left_s, elapsed_s() + left_s
             upcoming = self._last + 1
         level = logging.WARNING if where == "here" else logging.INFO
         logger.log(level, "%s %s: all ranks stop at one step, within %.1f s", number.name, where, left_s)

@@ -25,6 +25,8 @@ import pytest
 import torch
 from torch.utils.data import DataLoader, Dataset
 
+from resiliency import runtime
+from resiliency.checkpoint import stop
 from resiliency.checkpoint.capture.job_memory import DEFAULT_ROOT
 from resiliency.checkpoint.checkpointer import Checkpointer, CheckpointerOptions
 from resiliency.checkpoint.format.catalog import Condition, list_checkpoints
@@ -198,6 +200,19 @@ def test_a_rank_that_does_not_come_to_the_stop_is_ended_at_the_deadline_with_128
         assert over.wait(SOON_S)  # a thread that sits in a collective
     assert ended == [128 + signal.SIGUSR1]
     assert told == ["the deadline is over"]
+
+
+def test_the_time_that_is_left_is_over_when_the_schedulers_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts suspensions, and native code that keeps the interpreter; ranks still agree."""
+    with Termination(RankGroup(0, 1), QUIET) as termination:
+        assert termination.time_left() == timedelta(0)
+        termination.request()
+        wait_until(lambda: termination.requested, "no stop is asked for")
+        assert timedelta(0) < termination.time_left() <= QUIET.deadline
+        later = runtime.elapsed_s() + 60.0
+        monkeypatch.setattr(stop.termination, "elapsed_s", lambda: later)
+        assert termination.time_left() == timedelta(0)
+        assert termination.boundary(1)
 
 
 def test_a_stop_goes_on_when_what_is_called_at_its_begin_or_end_fails() -> None:
