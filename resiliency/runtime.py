@@ -61,7 +61,7 @@ _STOP_NOTE = "stopped-"
 TICK_S = 0.25
 #: A tick counts for at most so long.
 MOST_AWAKE_S = 2 * TICK_S
-#: Gaps that are remembered.
+#: Gaps that are remembered: the longest ones.
 _GAPS = 64
 
 
@@ -213,7 +213,8 @@ class AwakeTime:
         last, awake = self._ticked
         passed = now - last
         if passed > most_s:
-            self._gaps = (*self._gaps[1 - _GAPS :], (now, passed - most_s))
+            gaps = sorted((*self._gaps, (now, passed - most_s)), key=lambda gap: gap[1])
+            self._gaps = tuple(gaps[-_GAPS:])
         self._ticked = now, awake + min(passed, most_s)
 
     def at(self, now: float) -> float:

@@ -59,6 +59,15 @@ def test_an_age_leaves_out_the_stops_since_then(then: float, now: float, awake: 
     assert clock.since(then, now) == pytest.approx(awake)
 
 
+def test_a_suspension_is_left_out_of_an_age_after_any_number_of_late_ticks() -> None:
+    clock, now = AwakeTime(0.0), 600.0
+    clock.tick(now)
+    for late in range(1000):
+        now += 0.6 + late % 7 / 100
+        clock.tick(now)
+    assert clock.since(0.0, now) <= now - 600.0 + MOST_AWAKE_S
+
+
 PROGRAM = """
 import os, signal, time
 from resiliency.runtime import awake_s, awake_since
