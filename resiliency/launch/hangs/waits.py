@@ -17,6 +17,7 @@ from __future__ import annotations
 import os
 import platform
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from enum import Enum
 
@@ -141,8 +142,9 @@ class RankThreads:
             return True  # that is not known
         known = {thread.id: thread for thread in threads or ()}
         for name in os.listdir(f"/proc/{self._pid}/task"):
-            thread = known.get(int(name))
-            found = self.wait_of(int(name)) if int(name) != self._pid else None
+            thread, found = known.get(int(name)), None
+            with suppress(OSError):  # it has just ended
+                found = self.wait_of(int(name)) if int(name) != self._pid else None
             if found is None or (found.library == PYTHON and thread is None):
                 continue
             if _may_help(found, thread, main, joins=joins):

@@ -153,5 +153,13 @@ OWN, LIBRARYS = (RankThread(id=7, is_daemon=True, is_own=own) for own in (True, 
 def test_a_lock_may_be_released_by_a_thread_that_itself_waits_for_something_outside(
     thread: RankThread | None, kind: WaitKind, library: str, main: str, joins: bool, helps: bool
 ) -> None:
-    found, waits = ThreadWait(kind, library), ThreadWait(K.LOCK, main)
-    assert _may_help(found, thread, waits, joins=joins) is helps
+    found, lock = ThreadWait(kind, library), ThreadWait(K.LOCK, main)
+    assert _may_help(found, thread, lock, joins=joins) is helps
+
+
+def test_a_thread_that_ends_while_threads_are_looked_at_changes_nothing(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    with closing(RankThreads(os.getpid())) as threads:
+        monkeypatch.setattr(os, "listdir", lambda _: [str(os.getpid()), str(2**22)])
+        assert not threads.may_be_helped(ThreadWait(K.LOCK, PYTHON), [], joins=True)
