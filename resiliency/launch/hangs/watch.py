@@ -27,8 +27,9 @@ from resiliency.launch.hangs.activity import inspected_process, is_stopped
 from resiliency.launch.hangs.attempt_thread import AttemptThread
 from resiliency.launch.hangs.hosts import HostBoard, JobView, SaidFinding, merged
 from resiliency.launch.hangs.looking import Look, Quiet, Watched, look, stack_clusters
+from resiliency.launch.health import hang_times
 from resiliency.launch.health.causes import Advice, Cause, Confidence, Diagnosis
-from resiliency.launch.health.hang_times import FIRST_STEP_S, HangTimeout, HangTimes
+from resiliency.launch.health.hang_times import HangTimeout, HangTimes
 from resiliency.launch.health.hangs import HangFinding, HangKind, RankView, explain_hang
 from resiliency.launch.health.phases import RankPhase
 from resiliency.launch.rendezvous.shared_lines import SharedLines
@@ -242,7 +243,7 @@ class HangWatch:
         for rank in attempt.ranks.values():
             if rank.stopped_since is not None:
                 longest = max(longest, now - rank.stopped_since)
-            if rank.count is not None or now - rank.since >= FIRST_STEP_S:
+            if rank.count is not None or now - rank.since >= hang_times.FIRST_STEP_S:
                 longest = max(longest, now - rank.since)
         return longest
 

@@ -101,9 +101,9 @@ def start(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> Iterator[Callable[..., Job]]:
     caplog.set_level(logging.INFO)
-    for name, seconds in (("LOOK", LOOK_S), ("ACCUSE", ACCUSE_S), ("ACT", ACT_S), ("FIRST_ACT", FIRST_ACT_S)):
+    times = {"LOOK": LOOK_S, "FIRST_STEP": LOOK_S, "ACCUSE": ACCUSE_S, "ACT": ACT_S, "FIRST_ACT": FIRST_ACT_S}
+    for name, seconds in times.items():
         monkeypatch.setattr(hang_times, f"{name}_S", seconds)
-    monkeypatch.setattr(watch, "FIRST_STEP_S", LOOK_S)
     monkeypatch.setattr(watch, "_LOOK_EVERY_S", 0.02)
     monkeypatch.setattr(hang_times, "_KNOWN", 0)
     jobs: list[Job] = []
