@@ -23,6 +23,7 @@ import json
 import math
 import os
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -255,6 +256,8 @@ def _reading() -> float:
     """Of the clock, which ticks from here on."""
     if _ticker is None:
         _start_ticker()
+    if sys.is_finalizing():  # no thread ticks any more: all time counts, or waits would never end
+        _awake.tick(_monotonic(), math.inf)
     return _monotonic()
 
 

@@ -112,6 +112,19 @@ def test_without_a_thread_all_time_counts(monkeypatch: pytest.MonkeyPatch) -> No
     assert runtime.awake_s() == 90.0
 
 
+def test_time_goes_on_while_the_interpreter_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = 0.0
+    monkeypatch.setattr(runtime, "_monotonic", lambda: now)
+    monkeypatch.setattr(runtime, "_awake", AwakeTime(now))
+    monkeypatch.setattr(runtime, "_ticker", runtime.AwakeTicker(runtime._awake))
+    now = 30.0
+    assert runtime.awake_s() == MOST_AWAKE_S
+    monkeypatch.setattr(sys, "is_finalizing", lambda: True)
+    assert runtime.awake_s() == 30.0
+    now = 60.0
+    assert runtime.awake_s() == 60.0
+
+
 #: Where a limit ends, replaces or gives up another process.
 JUDGES = (
     *("daemon_link", "checkpoint/agent/client", "checkpoint/agent/server", "checkpoint/agent/save_collector"),
