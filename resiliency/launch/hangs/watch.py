@@ -327,7 +327,7 @@ class HangWatch:
             accuse_s = self._times.accuse_s - lasted_s if finding.is_accusation else 0.0
             left_s = min(left_s, accuse_s) if accuse_s > 0 else left_s
             attempt.next_look_s = min(attempt.next_look_s, still_s + max(left_s, _LOOK_EVERY_S))
-        elif finding.kind is HangKind.STOPPED and not silent and len(named) == len(found.views) > 1:
+        elif finding.kind is HangKind.STOPPED and not silent and len(named) == len(found.views):
             return  # the whole job was suspended by its owner: this is how it is resumed, too
         else:
             ranks = finding.ranks if finding.is_accusation else finding.ranks[:1]

@@ -59,8 +59,8 @@ class Told(NullReporter):
 class Job:
     """Rank 0 waits in a collective that rank 1 has not begun; what rank 1 shows is said, look by look."""
 
-    def __init__(self, shows: Callable[[int], Mapping[str, object]], *, waits: bool) -> None:
-        self.processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(2)]
+    def __init__(self, shows: Callable[[int], Mapping[str, object]], *, waits: bool, ranks: int) -> None:
+        self.processes = [subprocess.Popen(["sleep", "1000"]) for _ in range(ranks)]
         self.told = Told()
         self.looks = 0
         self._shows, self._waits = shows, waits
@@ -88,7 +88,7 @@ class Job:
 
     @property
     def has_ended(self) -> bool:
-        return self.processes[1].poll() is not None
+        return self.processes[-1].poll() is not None
 
     def end(self) -> None:
         for process in self.processes:
@@ -121,8 +121,9 @@ def start(
         timeout: str = "auto",
         step: int | None = 7,
         waits: bool = True,
+        ranks: int = 2,
     ) -> Job:
-        job = Job(shows, waits=waits)
+        job = Job(shows, waits=waits, ranks=ranks)
         jobs.append(job)
         now = time.monotonic()
         hangs = watch.HangWatch(
@@ -181,6 +182,18 @@ def test_ranks_are_not_ended_that_may_go_on(
     for attempt, (why, job) in enumerate(jobs.items(), 1):
         assert not job.has_ended, why
         assert (set(levels(caplog, attempt)), job.told.ranks) == ({"WARNING"}, []), why
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_job_whose_ranks_are_all_stopped_is_left_alone(
+    start: Callable[..., Job], caplog: pytest.LogCaptureFixture, ranks: int
+) -> None:
+    job = start(lambda look: {}, ranks=ranks)
+    for process in job.processes:
+        process.send_signal(signal.SIGSTOP)
+    wait_until(lambda: levels(caplog)[-1:] == ["ERROR"], "they are not named")
+    wait_for_seconds(LONG_S)
+    assert not any(process.poll() for process in job.processes)
 
 
 def test_a_look_in_which_the_host_was_suspended_says_nothing(
