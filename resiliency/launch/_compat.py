@@ -40,7 +40,7 @@ from typing import Any, TypeVar
 from resiliency.errors import ConfigError, UntestedVersion
 from resiliency.proc_stat import has_ended
 from resiliency.progress import StepPage
-from resiliency.runtime import addresses_of, awake_s, interface_towards
+from resiliency.runtime import addresses_of, awake_s, elapsed_s, interface_towards
 
 #: Versions of nvidia-resiliency-ext that this release was tested with.
 TESTED_VERSIONS = ("0.4.1",)
@@ -431,7 +431,7 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
         self._ended: frozenset[Any] = frozenset()
         #: Of each host: its last sign of life as it said it, and later by the time in which this one slept.
         self._signs: dict[Any, tuple[datetime, datetime]] = {}
-        self._asleep_s = time.time() - awake_s()
+        self._asleep_s, self._stopped_s = time.time() - awake_s(), elapsed_s() - awake_s()
 
     @contextmanager
     def watched(self) -> Iterator[None]:
@@ -464,9 +464,12 @@ class _StateHolder(_ft_rendezvous._BackendRendezvousStateHolder):
     def _count_signs(self, said: Mapping[Any, datetime]) -> None:
         now, asleep_s = _utc_now(), time.time() - awake_s()
         slept, self._asleep_s = max(asleep_s - self._asleep_s, 0.0), asleep_s
-        if slept > TELL_STOPPED_S:
+        stopped_s = elapsed_s() - awake_s()  # the wall clock may have been set
+        lately_s, self._stopped_s = stopped_s - self._stopped_s, stopped_s
+        if lately_s > TELL_STOPPED_S:
             logger.warning(
-                "launcher stopped for %.0f s: suspended, frozen or without a core; limits leave it out", slept
+                "launcher stopped for %.0f s: suspended, frozen or without a core; limits leave it out",
+                lately_s,
             )
         before, self._signs = self._signs, {}
         for node, at in said.items():

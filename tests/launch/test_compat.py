@@ -10,8 +10,10 @@ import inspect
 import logging
 import subprocess
 import sys
+import time
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from torch.distributed import HashStore
@@ -114,6 +116,19 @@ def test_a_host_is_silent_only_for_the_time_in_which_this_launcher_ran(
     holder._sanitize()
     assert (node in holder.state.participants) == is_there
     assert holder.state.last_heartbeats == ({node: said} if is_there else {})
+
+
+def test_a_clock_that_is_set_is_no_stop_of_the_launcher(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = _compat._StateHolder(None, None)
+    monkeypatch.setattr(_compat, "time", SimpleNamespace(time=lambda: time.time() + 3600.0))
+    holder._count_signs({})
+    assert not caplog.records
+    clock = _compat.awake_s
+    monkeypatch.setattr(_compat, "awake_s", lambda: clock() - 60.0)
+    holder._count_signs({})
+    assert "launcher stopped for 60 s" in caplog.text
 
 
 def test_the_end_of_a_launcher_is_told_to_those_that_watch_nobody_yet() -> None:
