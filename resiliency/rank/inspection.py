@@ -234,7 +234,7 @@ def _groups(*, counted: bool) -> list[GroupState]:
                 begun = int(group._get_sequence_number_for_group())
                 # Gloo's number counts messages, too, and two ranks of a group may send others in between.
                 if begun and recorded is not None and group.name() == "gloo":
-                    begun = recorded[name]  # one whose collectives are long ago is left out
+                    begun = recorded[name]  # where that is not known, the group is left out
                 found.append(GroupState(name=name, members=members, begun=begun))
     return found
 
@@ -242,10 +242,14 @@ def _groups(*, counted: bool) -> list[GroupState]:
 def _recorded_collectives() -> dict[str, int] | None:
     """Collectives begun by name of the group, of gloo's groups; None: this torch does not record them.
 
-    Torch keeps the last two thousand, of all groups together.  Reading them takes some 20 ms.
+    Torch keeps the last two thousand, of all groups together, and which groups have begun any.  As long as
+    all of those are known, any other group has 0.  Reading them takes some 20 ms.
     """
     native: Any = sys.modules.get("torch._C._distributed_c10d")
     if not hasattr(native, "_dump_fr_trace"):
         return None
-    entries = pickle.loads(native._dump_fr_trace(True, False, False))["entries"]  # noqa: S301 (torch's own)
-    return {entry["process_group"][0]: int(entry["collective_seq_id"]) for entry in entries}
+    dump = pickle.loads(native._dump_fr_trace(True, False, False))  # noqa: S301 (torch's own)
+    entries = dump["entries"]
+    begun = {entry["process_group"][0]: int(entry["collective_seq_id"]) for entry in entries}
+    forgotten = dump["pg_status"].keys() - {str(entry["pg_id"]) for entry in entries}
+    return begun if forgotten else Counter(begun)

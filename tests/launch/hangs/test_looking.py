@@ -4,12 +4,14 @@
 from __future__ import annotations
 
 import os
+import pickle
 import signal
 import subprocess
 import sys
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack, nullcontext, suppress
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
@@ -27,6 +29,7 @@ from resiliency.launch.health.hang_times import HangTimeout
 from resiliency.launch.health.phases import RankPhase
 from resiliency.launch.rendezvous.shared_lines import SharedLines
 from resiliency.progress import STEP_PAGE_ENV, StepPage
+from resiliency.rank import inspection
 from resiliency.runtime import STOP_NOTES_ENV, RunInfo
 from tests.waiting import wait_for_seconds, wait_until
 
@@ -284,6 +287,26 @@ def test_a_process_with_work_and_without_a_core_is_not_idle(rank: Rank) -> None:
             assert before.is_idle_until(activity(rank.pid), 0.4) is False
         finally:
             neighbour.kill()
+
+
+@pytest.mark.parametrize("is_known", [True, False])
+def test_a_group_without_a_collective_has_begun_none_and_one_whose_are_long_ago_is_left_out(
+    is_known: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Ranks that only send each other messages in a group wait for nobody in it."""
+    entries = [
+        {"process_group": (name, ""), "pg_id": int(name), "collective_seq_id": count}
+        for name, count in (("0", 7), ("1", 3), ("0", 8))
+    ]
+    status: dict[str, object] = {"0": {}, "1": {}} if is_known else {"0": {}, "1": {}, "2": {}}
+    dump = pickle.dumps({"entries": entries, "pg_status": status})
+    native = SimpleNamespace(_dump_fr_trace=lambda *_: dump)
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", native)  # type: ignore[arg-type]
+    recorded = inspection._recorded_collectives()
+    assert recorded is not None
+    assert (recorded["0"], recorded["1"]) == (8, 3)
+    with nullcontext() if is_known else pytest.raises(KeyError):
+        assert recorded["2"] == 0
 
 
 class Told(NullReporter):
