@@ -1,5 +1,5 @@
 # SPDX-License-Identifier: Apache-2.0
-"""The job of `outages.py`: reports steps, saves each tenth, and needs something that is away for a while.
+"""The job of `outages.py`: steps that both ranks finish together, saves at each tenth, and a need.
 
     outage_job.py KIND WHERE SECONDS DIRECTORY
 
@@ -82,6 +82,15 @@ def main() -> None:
         if not over.exists():
             over.write_text(str(time.time()))
 
+    def meet(step: int) -> None:
+        """As in a collective: no rank finishes a step without the other one."""
+        mine, other = (
+            Path(directory, f"{os.environ['TORCHELASTIC_RESTART_COUNT']}-{r}") for r in (rank, 1 - rank)
+        )
+        mine.write_text(str(step))
+        while not other.exists() or int(other.read_text() or -1) < step:
+            time.sleep(0.005)
+
     watch_rank()
     need("start")
     for step in range(int(saved.read_text()) if saved.exists() else 0, STEPS):
@@ -92,6 +101,7 @@ def main() -> None:
             if step >= FROM:
                 need("save")
             saved.write_text(str(step + 1))
+        meet(step)
         report_step(step)
 
 
