@@ -32,8 +32,8 @@ from tqdm import tqdm
 from resiliency.events import EventType, RunEvent
 
 PROJECT = Path(__file__).resolve().parents[1]
-#: Beyond the outage itself: the longest pause between attempts, and the job.
-MORE_S = 180.0
+#: Beyond the outage itself: starts on a busy machine, the longest pause between attempts, and the job.
+MORE_S = 600.0
 
 
 @dataclass(frozen=True, kw_only=True)

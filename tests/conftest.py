@@ -2,6 +2,7 @@
 """The warm interpreter, the rank pool and the leak checks, for every test."""
 
 import gc
+import inspect
 import os
 from collections import Counter
 from collections.abc import Iterator
@@ -13,7 +14,7 @@ from hypothesis import HealthCheck, settings
 from resiliency.runtime import AGENT_HOST_ENV
 from resiliency.testing import warm
 from resiliency.testing.cluster import hosts as cluster_hosts
-from tests import agent_host
+from tests import agent_host, asynchronous
 
 pytest_plugins = ["resiliency.testing.fixtures"]
 
@@ -70,6 +71,19 @@ def pytest_configure(config: pytest.Config) -> None:
     terminal = config.pluginmanager.get_plugin("terminalreporter")
     if terminal is not None and not hasattr(config, "workerinput"):
         config.pluginmanager.register(_NamedAtOnce(terminal))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
+    """A test that is a coroutine has a loop and a deadline of its own."""
+    if not inspect.iscoroutinefunction(pyfuncitem.obj):
+        return None
+    run = asynchronous.run
+    if pyfuncitem.get_closest_marker("virtual_time") is not None:
+        from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
+    names = pyfuncitem._fixtureinfo.argnames
+    run(pyfuncitem.obj(**{name: pyfuncitem.funcargs[name] for name in names}))
+    return True
 
 
 def pytest_runtest_setup(item: pytest.Item) -> None:

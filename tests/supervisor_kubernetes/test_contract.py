@@ -32,7 +32,6 @@ from supervisor.orchestrators.ray.machines import RayMachines
 from supervisor.orchestrators.wanted import WantedOrchestrator
 from supervisor.values import Change, Command, CommandKind, OutcomeStatus
 from supervisor.watchdogs.watchdog import boot_id
-from tests.asynchronous import run
 from tests.ports import free_row
 from tests.supervisor.orchestrators import carry_out, local_fleet, look_at
 from tests.supervisor_kubernetes.fleet import (
@@ -262,161 +261,140 @@ async def do(orchestrator: RunningOrchestrator, name: str, kind: CommandKind, **
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_a_command_has_its_effect_once_also_under_another_orchestrator(
+async def test_a_command_has_its_effect_once_also_under_another_orchestrator(
     make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject:
-            reset = {"workload": subject.workload}
-            async with running(subject) as orchestrator:
-                first = await subject.two_starts()
-                done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
-                assert done.status is OutcomeStatus.DONE, done
-                second = await subject.two_starts()
-                assert not first & second
-                again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
-                assert again.status is OutcomeStatus.DONE
-                assert await subject.two_starts() == second
-            async with running(subject) as orchestrator:
-                again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
-                assert again.status is OutcomeStatus.DONE
-                assert await subject.two_starts() == second
-
-    run(work())
+    async with make(tmp_path, request) as subject:
+        reset = {"workload": subject.workload}
+        async with running(subject) as orchestrator:
+            first = await subject.two_starts()
+            done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+            assert done.status is OutcomeStatus.DONE, done
+            second = await subject.two_starts()
+            assert not first & second
+            again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+            assert again.status is OutcomeStatus.DONE
+            assert await subject.two_starts() == second
+        async with running(subject) as orchestrator:
+            again = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, **reset)
+            assert again.status is OutcomeStatus.DONE
+            assert await subject.two_starts() == second
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
+async def test_an_epoch_below_the_highest_is_refused_by_the_next_orchestrator_too(
     make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject:
-            low = new_epoch()
-            async with running(subject) as orchestrator:
-                before = await subject.two_starts()
-                uncordon = {"host": name_of(subject.hosts[2])}
-                done = await do(orchestrator, "c1", CommandKind.UNCORDON_HOST, epoch=low + 1, **uncordon)
-                assert done.status is OutcomeStatus.DONE
-            async with running(subject) as orchestrator:
-                reset = {"workload": subject.workload, "epoch": low}
-                fenced = await do(orchestrator, "c2", CommandKind.WORKLOAD_RESET, **reset)
-                assert fenced.status is OutcomeStatus.FENCED
-                assert fenced.text == f"epoch {low} refused: this orchestrator has seen {low + 1}"
-                assert fenced.epoch == low + 1
-                assert await subject.two_starts() == before
-
-    run(work())
+    async with make(tmp_path, request) as subject:
+        low = new_epoch()
+        async with running(subject) as orchestrator:
+            before = await subject.two_starts()
+            uncordon = {"host": name_of(subject.hosts[2])}
+            done = await do(orchestrator, "c1", CommandKind.UNCORDON_HOST, epoch=low + 1, **uncordon)
+            assert done.status is OutcomeStatus.DONE
+        async with running(subject) as orchestrator:
+            reset = {"workload": subject.workload, "epoch": low}
+            fenced = await do(orchestrator, "c2", CommandKind.WORKLOAD_RESET, **reset)
+            assert fenced.status is OutcomeStatus.FENCED
+            assert fenced.text == f"epoch {low} refused: this orchestrator has seen {low + 1}"
+            assert fenced.epoch == low + 1
+            assert await subject.two_starts() == before
 
 
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_a_swapped_host_leaves_the_others_as_they_are(
+async def test_a_swapped_host_leaves_the_others_as_they_are(
     make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
+    async with make(tmp_path, request) as subject, running(subject) as orchestrator:
+        before = await subject.two_starts()
+        swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
+        done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
+        assert done.status is OutcomeStatus.DONE, done
+        after = await subject.two_starts()
+        assert len(before & after) == 1
+        await do(orchestrator, "c2", CommandKind.UNCORDON_HOST, host=subject.hosts[1])
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+async def test_a_job_goes_on_without_a_lost_host_and_grows_onto_another_one(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with make(tmp_path, request) as subject, running(subject) as orchestrator:
+        before = await subject.two_starts()
+        lost = subject.hosts[1]
+        subject.lose(orchestrator, lost)
+        down = {"workload": subject.workload, "host": lost, "replicas": 1}
+        done = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
+        assert done.status is OutcomeStatus.DONE, done
+        small = await subject.starts_of(1)
+        assert not small & before
+        again = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
+        assert again.status is OutcomeStatus.DONE
+        assert await subject.starts_of(1) == small
+        up = {"workload": subject.workload, "replicas": 2}
+        done = await do(orchestrator, "c2", CommandKind.SCALE_UP, **up)
+        assert done.status is OutcomeStatus.DONE, done
+        assert not await subject.two_starts() & small
+        refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **{**up, "replicas": 4})
+        assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+async def test_a_drained_host_is_told_of_and_the_others_stay_when_it_is_replaced(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    told: list[tuple[str, Change]] = []
+    async with make(tmp_path, request) as subject, running(subject, told) as orchestrator:
+        before = await subject.two_starts()
+        drained, spare = subject.hosts[1:]
+        done = await do(orchestrator, "c1", CommandKind.DRAIN_HOST, host=drained)
+        assert done.status is OutcomeStatus.DONE, done
+        assert told.count((drained, Change.GONE)) == 1
+        swap = {"workload": subject.workload, "host": drained, "spare": spare}
+        done = await do(orchestrator, "c2", CommandKind.HOT_SWAP, **swap)
+        assert done.status is OutcomeStatus.DONE, done
+        assert len(before & await subject.two_starts()) == 1
+        # It takes no job before it is uncordoned.
+        up = {"workload": subject.workload, "replicas": 3}
+        refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **up)
+        assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
+        await do(orchestrator, "c4", CommandKind.UNCORDON_HOST, host=drained)
+        done = await do(orchestrator, "c5", CommandKind.SCALE_UP, **up)
+        assert done.status is OutcomeStatus.DONE, done
+        await subject.starts_of(3)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("make", OWN_MACHINES)
+async def test_a_lost_host_is_replaced_once_also_when_another_orchestrator_gets_the_command(
+    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    async with make(tmp_path, request) as subject:
+        swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
+        async with running(subject) as orchestrator:
             before = await subject.two_starts()
-            swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
+            subject.lose(orchestrator, subject.hosts[1])
             done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
             assert done.status is OutcomeStatus.DONE, done
             after = await subject.two_starts()
             assert len(before & after) == 1
-            await do(orchestrator, "c2", CommandKind.UNCORDON_HOST, host=subject.hosts[1])
-
-    run(work())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OWN_MACHINES)
-def test_a_job_goes_on_without_a_lost_host_and_grows_onto_another_one(
-    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
-            before = await subject.two_starts()
-            lost = subject.hosts[1]
-            subject.lose(orchestrator, lost)
-            down = {"workload": subject.workload, "host": lost, "replicas": 1}
-            done = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
-            assert done.status is OutcomeStatus.DONE, done
-            small = await subject.starts_of(1)
-            assert not small & before
-            again = await do(orchestrator, "c1", CommandKind.SCALE_DOWN, **down)
+        async with running(subject) as orchestrator:
+            again = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
             assert again.status is OutcomeStatus.DONE
-            assert await subject.starts_of(1) == small
-            up = {"workload": subject.workload, "replicas": 2}
-            done = await do(orchestrator, "c2", CommandKind.SCALE_UP, **up)
-            assert done.status is OutcomeStatus.DONE, done
-            assert not await subject.two_starts() & small
-            refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **{**up, "replicas": 4})
-            assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
-
-    run(work())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OWN_MACHINES)
-def test_a_drained_host_is_told_of_and_the_others_stay_when_it_is_replaced(
-    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    async def work() -> None:
-        told: list[tuple[str, Change]] = []
-        async with make(tmp_path, request) as subject, running(subject, told) as orchestrator:
-            before = await subject.two_starts()
-            drained, spare = subject.hosts[1:]
-            done = await do(orchestrator, "c1", CommandKind.DRAIN_HOST, host=drained)
-            assert done.status is OutcomeStatus.DONE, done
-            assert told.count((drained, Change.GONE)) == 1
-            swap = {"workload": subject.workload, "host": drained, "spare": spare}
-            done = await do(orchestrator, "c2", CommandKind.HOT_SWAP, **swap)
-            assert done.status is OutcomeStatus.DONE, done
-            assert len(before & await subject.two_starts()) == 1
-            # It takes no job before it is uncordoned.
-            up = {"workload": subject.workload, "replicas": 3}
-            refused = await do(orchestrator, "c3", CommandKind.SCALE_UP, **up)
-            assert (refused.status, refused.passing) == (OutcomeStatus.FAILED, False)
-            await do(orchestrator, "c4", CommandKind.UNCORDON_HOST, host=drained)
-            done = await do(orchestrator, "c5", CommandKind.SCALE_UP, **up)
-            assert done.status is OutcomeStatus.DONE, done
-            await subject.starts_of(3)
-
-    run(work())
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("make", OWN_MACHINES)
-def test_a_lost_host_is_replaced_once_also_when_another_orchestrator_gets_the_command(
-    make: Maker, tmp_path: Path, request: pytest.FixtureRequest
-) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject:
-            swap = {"workload": subject.workload, "host": subject.hosts[1], "spare": subject.hosts[2]}
-            async with running(subject) as orchestrator:
-                before = await subject.two_starts()
-                subject.lose(orchestrator, subject.hosts[1])
-                done = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
-                assert done.status is OutcomeStatus.DONE, done
-                after = await subject.two_starts()
-                assert len(before & after) == 1
-            async with running(subject) as orchestrator:
-                again = await do(orchestrator, "c1", CommandKind.HOT_SWAP, **swap)
-                assert again.status is OutcomeStatus.DONE
-                assert await subject.two_starts() == after
-
-    run(work())
+            assert await subject.two_starts() == after
 
 
 @pytest.mark.parametrize("make", SUBJECTS)
-def test_what_is_not_there_is_refused_and_a_host_is_there_or_cannot_be_told(
+async def test_what_is_not_there_is_refused_and_a_host_is_there_or_cannot_be_told(
     make: Maker, tmp_path: Path, request: pytest.FixtureRequest
 ) -> None:
-    async def work() -> None:
-        async with make(tmp_path, request) as subject, running(subject) as orchestrator:
-            done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, workload="nothing")
-            assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
-            assert "nothing" in done.text
-            assert await look_at(orchestrator, subject.hosts[0]) is True
-            # A node that the API server does not have is gone; a job file without it says nothing.
-            assert await look_at(orchestrator, "nobody.boot") in (False, None)
-
-    run(work())
+    async with make(tmp_path, request) as subject, running(subject) as orchestrator:
+        done = await do(orchestrator, "c1", CommandKind.WORKLOAD_RESET, workload="nothing")
+        assert (done.status, done.passing) == (OutcomeStatus.FAILED, False)
+        assert "nothing" in done.text
+        assert await look_at(orchestrator, subject.hosts[0]) is True
+        # A node that the API server does not have is gone; a job file without it says nothing.
+        assert await look_at(orchestrator, "nobody.boot") in (False, None)

@@ -20,6 +20,8 @@ from tests.supervisor_kubernetes.fleet import TIMES, Adapter, held_or_done, kill
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario, Seen, changing_calls
 from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
 
+pytestmark = pytest.mark.virtual_time
+
 BOTH = (FaultKind.HOLD_BEFORE, FaultKind.HOLD_AFTER)
 #: Clusters that are played side by side; most of their time is waiting.
 AT_ONCE = 4
@@ -186,25 +188,22 @@ async def outcome_of(adapter: Adapter, command: Command) -> Outcome:
 
 @pytest.mark.thorough("one that is away at any call is near")
 @pytest.mark.slow
-def test_a_command_outlives_an_api_server_that_is_away_for_half_of_its_deadline() -> None:
-    async def work() -> None:
-        scenario = SCENARIOS["hot swap"]
-        times = replace(TIMES, lease_s=1.0)
-        async with scenario.played() as (cluster, seen), Adapter(cluster, "one", times) as adapter:
-            cluster.api.faults.place(Fault(verb="delete", resource="pods", kind=FaultKind.HOLD_AFTER))
-            command = Command(epoch=1, id="c1", kind=scenario.kind, **scenario.fields(cluster))
-            deadline_s = command.deadline_s / _SCALE
-            command = replace(command, deadline_s=deadline_s)
-            begun, trying = time.monotonic(), asyncio.ensure_future(outcome_of(adapter, command))
-            await cluster.until(cluster.api.held.is_set, "the pod is not deleted")
-            cluster.api.down = True
-            await cluster.until(lambda: time.monotonic() - begun > deadline_s / 2, "time stands still")
-            cluster.api.down = False
-            outcome = await trying
-            assert outcome.status is OutcomeStatus.DONE, outcome
-            await settled(cluster, scenario, seen)
-
-    run(work())
+async def test_a_command_outlives_an_api_server_that_is_away_for_half_of_its_deadline() -> None:
+    scenario = SCENARIOS["hot swap"]
+    times = replace(TIMES, lease_s=1.0)
+    async with scenario.played() as (cluster, seen), Adapter(cluster, "one", times) as adapter:
+        cluster.api.faults.place(Fault(verb="delete", resource="pods", kind=FaultKind.HOLD_AFTER))
+        command = Command(epoch=1, id="c1", kind=scenario.kind, **scenario.fields(cluster))
+        deadline_s = command.deadline_s / _SCALE
+        command = replace(command, deadline_s=deadline_s)
+        begun, trying = time.monotonic(), asyncio.ensure_future(outcome_of(adapter, command))
+        await cluster.until(cluster.api.held.is_set, "the pod is not deleted")
+        cluster.api.down = True
+        await cluster.until(lambda: time.monotonic() - begun > deadline_s / 2, "time stands still")
+        cluster.api.down = False
+        outcome = await trying
+        assert outcome.status is OutcomeStatus.DONE, outcome
+        await settled(cluster, scenario, seen)
 
 
 async def refused_everywhere(scenario: Scenario, fault: Fault) -> None:

@@ -27,7 +27,6 @@ from supervisor.orchestrators.gke.pods import is_active, node_of
 from supervisor.orchestrators.gke.view import Times
 from supervisor.testing.kubernetes import Cluster
 from supervisor.values import Command, CommandKind, OutcomeStatus
-from tests.asynchronous import run
 from tests.supervisor.orchestrators import carry_out
 from tests.supervisor_kubernetes.fleet import JOBS, NEEDS_CLUSTER, TIMES, jobset, new_epoch
 from tests.supervisor_kubernetes.stand_ins import StandIns
@@ -168,40 +167,34 @@ PLACES = [
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", PLACES)
-def test_the_pod_of_a_silent_node_is_made_again_on_one_of_two_spares_which_the_answer_names(
+async def test_the_pod_of_a_silent_node_is_made_again_on_one_of_two_spares_which_the_answer_names(
     make: Maker, policy: str
 ) -> None:
-    async def work() -> None:
-        async with make() as place, subject_at(place, policy) as subject:
-            before = await subject.running()
-            lost = node_of(before["1"])
-            await subject.nodes.lose(lost)
-            done = await subject.swap(lost)
-            assert done.status is DONE, done
-            after = await subject.running()
-            assert after["0"]["metadata"]["uid"] == before["0"]["metadata"]["uid"]
-            assert node_of(after["1"]) not in {node_of(pod) for pod in before.values()}
-            assert done.spare == await subject.host(node_of(after["1"]))
-
-    run(work())
+    async with make() as place, subject_at(place, policy) as subject:
+        before = await subject.running()
+        lost = node_of(before["1"])
+        await subject.nodes.lose(lost)
+        done = await subject.swap(lost)
+        assert done.status is DONE, done
+        after = await subject.running()
+        assert after["0"]["metadata"]["uid"] == before["0"]["metadata"]["uid"]
+        assert node_of(after["1"]) not in {node_of(pod) for pod in before.values()}
+        assert done.spare == await subject.host(node_of(after["1"]))
 
 
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("make", PLACES)
-def test_an_index_is_swapped_twice_and_a_third_time_where_its_job_waits_no_longer(
+async def test_an_index_is_swapped_twice_and_a_third_time_where_its_job_waits_no_longer(
     make: Maker, policy: str
 ) -> None:
-    async def work() -> None:
-        async with make() as place, subject_at(place, policy) as subject:
-            seen = {pod["metadata"]["uid"] for pod in (await subject.running()).values()}
-            for _ in range(2):
-                done = await subject.swap(node_of((await subject.running())["1"]))
-                assert done.status is DONE, done
-                seen |= {pod["metadata"]["uid"] for pod in (await subject.running()).values()}
-            assert len(seen) == 4
-            third = await subject.swap(node_of((await subject.running())["1"]))
-            # The count of failures of an index is in its pods; disruptions that are ignored are none.
-            assert third.status is (FAILED if policy == "policy Failed" else DONE), third
-            assert ("would wait 40 s" in third.text) == (policy == "policy Failed")
-
-    run(work())
+    async with make() as place, subject_at(place, policy) as subject:
+        seen = {pod["metadata"]["uid"] for pod in (await subject.running()).values()}
+        for _ in range(2):
+            done = await subject.swap(node_of((await subject.running())["1"]))
+            assert done.status is DONE, done
+            seen |= {pod["metadata"]["uid"] for pod in (await subject.running()).values()}
+        assert len(seen) == 4
+        third = await subject.swap(node_of((await subject.running())["1"]))
+        # The count of failures of an index is in its pods; disruptions that are ignored are none.
+        assert third.status is (FAILED if policy == "policy Failed" else DONE), third
+        assert ("would wait 40 s" in third.text) == (policy == "policy Failed")

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import pytest
 
-from tests.asynchronous import run
 from tests.ports import free_ports
 from tests.supervisor_kubernetes.fleet import JOBS, OWN, cluster_of, kubeconfig
 from tests.supervisor_plane.plane import ROOT
@@ -33,33 +32,30 @@ def environment(config: Path) -> dict[str, str]:
 
 
 @pytest.mark.slow
-def test_the_supervisor_holds_the_lease_while_it_runs_and_gives_it_back(tmp_path: Path) -> None:
-    async def work() -> None:
-        async with cluster_of("n1") as cluster:
-            config = kubeconfig(tmp_path / "config", cluster.api.url)
-            program = await asyncio.create_subprocess_exec(
-                *PROGRAM,
-                "--orchestrator=gke",
-                f"--state-dir={tmp_path}",
-                cwd=ROOT,
-                env=environment(config),
-                stderr=subprocess.PIPE,
-            )
+async def test_the_supervisor_holds_the_lease_while_it_runs_and_gives_it_back(tmp_path: Path) -> None:
+    async with cluster_of("n1") as cluster:
+        config = kubeconfig(tmp_path / "config", cluster.api.url)
+        program = await asyncio.create_subprocess_exec(
+            *PROGRAM,
+            "--orchestrator=gke",
+            f"--state-dir={tmp_path}",
+            cwd=ROOT,
+            env=environment(config),
+            stderr=subprocess.PIPE,
+        )
 
-            def holder() -> str:
-                lease = cluster.store.find("leases", "resiliency-supervisor", OWN)
-                return lease["spec"]["holderIdentity"] if lease else ""
+        def holder() -> str:
+            lease = cluster.store.find("leases", "resiliency-supervisor", OWN)
+            return lease["spec"]["holderIdentity"] if lease else ""
 
-            try:
-                await cluster.until(lambda: holder().startswith("actuator-0_"), "it does not take the lease")
-                assert {call.user for call in cluster.api.calls} == {"actuator"}
-            finally:
-                program.terminate()
-                _, said = await asyncio.wait_for(program.communicate(), 60)
-            assert program.returncode == 0, said.decode()
-            assert holder() == ""
-
-    run(work())
+        try:
+            await cluster.until(lambda: holder().startswith("actuator-0_"), "it does not take the lease")
+            assert {call.user for call in cluster.api.calls} == {"actuator"}
+        finally:
+            program.terminate()
+            _, said = await asyncio.wait_for(program.communicate(), 60)
+        assert program.returncode == 0, said.decode()
+        assert holder() == ""
 
 
 @pytest.mark.slow

@@ -21,7 +21,8 @@ from tests.supervisor_kubernetes.fleet import (
     submit,
 )
 from tests.supervisor_kubernetes.scenarios import EACH_ACTION, SCENARIOS, Scenario
-from tests.supervisor_kubernetes.virtual_time import run_in_virtual_time as run
+
+pytestmark = pytest.mark.virtual_time
 
 
 async def play(scenario: Scenario, calls: list[Call]) -> None:
@@ -50,13 +51,10 @@ async def play_the_rest(calls: list[Call]) -> None:
 
 
 @pytest.mark.slow
-def test_each_right_is_used_and_no_call_is_without_one() -> None:
-    async def work() -> None:
-        calls: list[Call] = []
-        await asyncio.gather(*(play(SCENARIOS[name], calls) for name in EACH_ACTION), play_the_rest(calls))
-        assert [call for call in calls if right_of(call) is None] == []
-        used = {(right, call.verb) for call in calls if (right := right_of(call)) is not None}
-        granted = {(right, verb) for right in RIGHTS for verb in right.verbs}
-        assert {(right.resource, verb) for right, verb in granted - used} == set()
-
-    run(work())
+async def test_each_right_is_used_and_no_call_is_without_one() -> None:
+    calls: list[Call] = []
+    await asyncio.gather(*(play(SCENARIOS[name], calls) for name in EACH_ACTION), play_the_rest(calls))
+    assert [call for call in calls if right_of(call) is None] == []
+    used = {(right, call.verb) for call in calls if (right := right_of(call)) is not None}
+    granted = {(right, verb) for right in RIGHTS for verb in right.verbs}
+    assert {(right.resource, verb) for right, verb in granted - used} == set()

@@ -56,26 +56,20 @@ async def watching(watched: Watched, api: Api) -> AsyncIterator[asyncio.Task[Non
         await asyncio.gather(task, return_exceptions=True)
 
 
-def test_a_line_that_is_no_event_is_an_error_of_the_watch() -> None:
-    async def work() -> None:
-        async with proxy_that_says('{"kind": "Status", "code": 502}\n') as (api, _):
-            with pytest.raises(ApiError, match="a line is no event"):
-                async for _event in api.watch(NODES, "", "7"):
-                    pass
-
-    run(work())
+async def test_a_line_that_is_no_event_is_an_error_of_the_watch() -> None:
+    async with proxy_that_says('{"kind": "Status", "code": 502}\n') as (api, _):
+        with pytest.raises(ApiError, match="a line is no event"):
+            async for _event in api.watch(NODES, "", "7"):
+                pass
 
 
-def test_watches_that_end_at_once_are_not_asked_for_in_a_circle() -> None:
-    async def work() -> None:
-        async with proxy_that_says("") as (api, asked):
-            begun = time.monotonic()
-            async with watching(Watched(NODES, "", Changes()), api):
-                await until(lambda: sum("watch" in one for one in asked) == 4, "the watch has ended")
-            # Pauses of 0.1, 0.2 and 0.4 s at least.
-            assert time.monotonic() - begun >= 0.7
-
-    run(work())
+async def test_watches_that_end_at_once_are_not_asked_for_in_a_circle() -> None:
+    async with proxy_that_says("") as (api, asked):
+        begun = time.monotonic()
+        async with watching(Watched(NODES, "", Changes()), api):
+            await until(lambda: sum("watch" in one for one in asked) == 4, "the watch has ended")
+        # Pauses of 0.1, 0.2 and 0.4 s at least.
+        assert time.monotonic() - begun >= 0.7
 
 
 def test_a_watch_of_a_kind_without_news_or_bookmarks_is_ended_by_the_server_and_not_broken(
@@ -94,22 +88,19 @@ def test_a_watch_of_a_kind_without_news_or_bookmarks_is_ended_by_the_server_and_
     run(work())
 
 
-def test_a_change_that_its_listener_cannot_take_does_not_end_the_watch() -> None:
-    async def work() -> None:
-        async with Cluster() as cluster, Api(Configuration(host=cluster.api.url)) as api:
-            watched = Watched(NODES, "", Changes())
-            told: list[str] = []
+async def test_a_change_that_its_listener_cannot_take_does_not_end_the_watch() -> None:
+    async with Cluster() as cluster, Api(Configuration(host=cluster.api.url)) as api:
+        watched = Watched(NODES, "", Changes())
+        told: list[str] = []
 
-            def listen(before: Object | None, after: Object | None) -> None:
-                name = (after or before or {})["metadata"]["name"]
-                if name == "odd":
-                    raise ValueError("what is this?")
-                told.append(name)
+        def listen(before: Object | None, after: Object | None) -> None:
+            name = (after or before or {})["metadata"]["name"]
+            if name == "odd":
+                raise ValueError("what is this?")
+            told.append(name)
 
-            watched.listener = listen
-            async with watching(watched, api):
-                cluster.add_node("odd")
-                cluster.add_node("n1")
-                await cluster.until(lambda: "n1" in told, "the watch has ended")
-
-    run(work())
+        watched.listener = listen
+        async with watching(watched, api):
+            cluster.add_node("odd")
+            cluster.add_node("n1")
+            await cluster.until(lambda: "n1" in told, "the watch has ended")

@@ -109,295 +109,260 @@ async def is_up(fleet: Local, hosts: str, daemons: int) -> None:
     await until(lambda: all(fleet.started(host) for host in hosts), "a launcher says nothing")
 
 
-def test_a_spare_takes_the_place_of_a_lost_host_once_also_by_another_actuator(
+async def test_a_spare_takes_the_place_of_a_lost_host_once_also_by_another_actuator(
     tmp_path: Path, fleet: Path
 ) -> None:
-    async def work() -> None:
-        file = job_file(tmp_path)
-        async with Local(fleet, file).running() as first:
-            await is_up(first, "ab", daemons=3)
-            assert first.started("a") == ["a 0/2 2 0 {{kept}}"]
-            assert first.started("b") == ["b 1/2 2 0 {{kept}}"]
-            assert [await first.look(host) for host in ("a", "b.boot", "c", "d")] == [True, True, True, None]
-            survivor = first.launchers()["a"]
-            await lose(first, "b")
-            assert await first.look("b") is False
-            swap = {"workload": "job", "host": "b.boot", "spare": "c.boot"}
-            done = await first.do("c1", CommandKind.HOT_SWAP, epoch=3, **swap)
-            assert (done.status, done.text) == (OutcomeStatus.DONE, "started on c")
-            await until(lambda: first.started("c"), "the spare says nothing")
-            assert first.started("c") == ["c 1/2 2 0 {{kept}}"]
-            pids = first.launchers()
-            assert pids["a"] == survivor
-        # What was started outlives the actuator, and the next one takes it over.
-        async with Local(fleet, file).running() as second:
-            done = await second.do("c1", CommandKind.HOT_SWAP, epoch=4, **swap)
-            assert (done.status, done.text) == (OutcomeStatus.DONE, "as wanted")
-            fenced = await second.do("c2", CommandKind.WORKLOAD_RESET, epoch=3, workload="job")
-            assert fenced.status is OutcomeStatus.FENCED
-            assert second.launchers() == pids
-            # A lost host stays away until somebody has seen to it.
-            assert await second.look("b") is False
-            refused = await second.do(
-                "c3", CommandKind.HOT_SWAP, epoch=4, workload="job", host="a", spare="b"
-            )
-            assert (refused.status, refused.text) == (
-                OutcomeStatus.FAILED,
-                "b is no spare: it is busy, cordoned or gone",
-            )
-            await second.do("c4", CommandKind.UNCORDON_HOST, epoch=4, host="b")
-            await until(lambda: second.processes("daemon", "b"), "the host does not come back")
-
-    run(work())
+    file = job_file(tmp_path)
+    async with Local(fleet, file).running() as first:
+        await is_up(first, "ab", daemons=3)
+        assert first.started("a") == ["a 0/2 2 0 {{kept}}"]
+        assert first.started("b") == ["b 1/2 2 0 {{kept}}"]
+        assert [await first.look(host) for host in ("a", "b.boot", "c", "d")] == [True, True, True, None]
+        survivor = first.launchers()["a"]
+        await lose(first, "b")
+        assert await first.look("b") is False
+        swap = {"workload": "job", "host": "b.boot", "spare": "c.boot"}
+        done = await first.do("c1", CommandKind.HOT_SWAP, epoch=3, **swap)
+        assert (done.status, done.text) == (OutcomeStatus.DONE, "started on c")
+        await until(lambda: first.started("c"), "the spare says nothing")
+        assert first.started("c") == ["c 1/2 2 0 {{kept}}"]
+        pids = first.launchers()
+        assert pids["a"] == survivor
+    # What was started outlives the actuator, and the next one takes it over.
+    async with Local(fleet, file).running() as second:
+        done = await second.do("c1", CommandKind.HOT_SWAP, epoch=4, **swap)
+        assert (done.status, done.text) == (OutcomeStatus.DONE, "as wanted")
+        fenced = await second.do("c2", CommandKind.WORKLOAD_RESET, epoch=3, workload="job")
+        assert fenced.status is OutcomeStatus.FENCED
+        assert second.launchers() == pids
+        # A lost host stays away until somebody has seen to it.
+        assert await second.look("b") is False
+        refused = await second.do("c3", CommandKind.HOT_SWAP, epoch=4, workload="job", host="a", spare="b")
+        assert (refused.status, refused.text) == (
+            OutcomeStatus.FAILED,
+            "b is no spare: it is busy, cordoned or gone",
+        )
+        await second.do("c4", CommandKind.UNCORDON_HOST, epoch=4, host="b")
+        await until(lambda: second.processes("daemon", "b"), "the host does not come back")
 
 
-def test_a_whole_start_may_put_a_spare_in_the_place_of_a_lost_host(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        async with Local(fleet, job_file(tmp_path)).running() as here:
-            await is_up(here, "ab", daemons=3)
-            await lose(here, "b")
-            kill_all(here.processes("launcher", "a"))
-            await until(lambda: not here.launchers(), "it does not end")
-            swap = {"workload": "job", "host": "b.boot", "spare": "c.boot"}
-            done = await here.do("c1", CommandKind.WORKLOAD_RESET, **swap)
-            assert (done.status, done.text) == (OutcomeStatus.DONE, "started on a, c")
-            await until(lambda: here.started("c") and len(here.started("a")) == 2, "a launcher says nothing")
-            assert here.started("a")[1:] == ["a 0/2 2 1 {{kept}}"]
-            assert here.started("c") == ["c 1/2 2 1 {{kept}}"]
-
-    run(work())
+async def test_a_whole_start_may_put_a_spare_in_the_place_of_a_lost_host(tmp_path: Path, fleet: Path) -> None:
+    async with Local(fleet, job_file(tmp_path)).running() as here:
+        await is_up(here, "ab", daemons=3)
+        await lose(here, "b")
+        kill_all(here.processes("launcher", "a"))
+        await until(lambda: not here.launchers(), "it does not end")
+        swap = {"workload": "job", "host": "b.boot", "spare": "c.boot"}
+        done = await here.do("c1", CommandKind.WORKLOAD_RESET, **swap)
+        assert (done.status, done.text) == (OutcomeStatus.DONE, "started on a, c")
+        await until(lambda: here.started("c") and len(here.started("a")) == 2, "a launcher says nothing")
+        assert here.started("a")[1:] == ["a 0/2 2 1 {{kept}}"]
+        assert here.started("c") == ["c 1/2 2 1 {{kept}}"]
 
 
-def test_a_command_that_was_cut_short_is_carried_on_by_the_next_actuator(tmp_path: Path, fleet: Path) -> None:
+async def test_a_command_that_was_cut_short_is_carried_on_by_the_next_actuator(
+    tmp_path: Path, fleet: Path
+) -> None:
     """What is wanted is on the disk, and nothing of it was done: as after a crash right behind the write."""
 
-    async def work() -> None:
-        file = job_file(tmp_path)
-        async with Local(fleet, file).running() as first:
-            await is_up(first, "ab", daemons=3)
-            before = first.launchers()
-        reset = Command(epoch=2, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="job")
-        wanted = first.orchestrator._apply(reset, Seen(processes=()))
-        first.orchestrator._save(wanted)
-        async with Local(fleet, file).running() as second:
-            for host in "ab":
-                await until(lambda host=host: len(second.started(host)) == 2, "not started again")
-            assert second.started("a")[-1] == "a 0/2 2 1 {{kept}}"
-            await until(lambda: set(second.launchers()) == {"a", "b"}, "not both")
-            assert not set(before.values()) & set(second.launchers().values())
-
-    run(work())
+    file = job_file(tmp_path)
+    async with Local(fleet, file).running() as first:
+        await is_up(first, "ab", daemons=3)
+        before = first.launchers()
+    reset = Command(epoch=2, id="c1", kind=CommandKind.WORKLOAD_RESET, workload="job")
+    wanted = first.orchestrator._apply(reset, Seen(processes=()))
+    first.orchestrator._save(wanted)
+    async with Local(fleet, file).running() as second:
+        for host in "ab":
+            await until(lambda host=host: len(second.started(host)) == 2, "not started again")
+        assert second.started("a")[-1] == "a 0/2 2 1 {{kept}}"
+        await until(lambda: set(second.launchers()) == {"a", "b"}, "not both")
+        assert not set(before.values()) & set(second.launchers().values())
 
 
-def test_a_job_shrinks_grows_and_leaves_a_drained_host(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        file = job_file(tmp_path)
-        async with Local(fleet, file).running() as here:
-            await is_up(here, "ab", daemons=3)
-            await lose(here, "a")
-            down = {"workload": "job", "host": "a", "replicas": 1}
-            done = await here.do("c1", CommandKind.SCALE_DOWN, **down)
-            assert done.text == "stopped on b, started on b"
-            again = await here.do("c1", CommandKind.SCALE_DOWN, **down)
-            assert again.text == "as wanted"
-            await until(lambda: here.started("b")[-1] == "b 0/1 1 1 {{kept}}", "not smaller")
-            up = await here.do("c2", CommandKind.SCALE_UP, workload="job", replicas=2)
-            assert up.status is OutcomeStatus.DONE
-            await until(lambda: here.started("c") == ["c 1/2 2 2 {{kept}}"], "not larger")
-            more = await here.do("c3", CommandKind.SCALE_UP, workload="job", replicas=3)
-            assert (more.status, more.text) == (
-                OutcomeStatus.FAILED,
-                "3 replicas need 3 hosts, and there are 2",
-            )
-            assert not more.passing
-            drained = await here.do("c4", CommandKind.DRAIN_HOST, host="c.boot")
-            assert drained.text == "stopped on c"
-            assert here.changes == [("c.boot", Change.GONE)]
-            assert set(here.launchers()) == {"b"}
-            # Ranks that stop in order stop on all hosts, and so the other launchers may end as well.
-            kill_all(here.processes("launcher", "b"))
-            await until(lambda: not here.launchers(), "it does not end")
-            await here.do("c6", CommandKind.UNCORDON_HOST, host="a")
-            swapped = await here.do("c7", CommandKind.HOT_SWAP, workload="job", host="c", spare="a")
-            assert swapped.text == "started on b, a"
-            other = await here.do("c5", CommandKind.WORKLOAD_RESET, workload="other")
-            assert other.text == "the job file has no job other"
-
-    run(work())
+async def test_a_job_shrinks_grows_and_leaves_a_drained_host(tmp_path: Path, fleet: Path) -> None:
+    file = job_file(tmp_path)
+    async with Local(fleet, file).running() as here:
+        await is_up(here, "ab", daemons=3)
+        await lose(here, "a")
+        down = {"workload": "job", "host": "a", "replicas": 1}
+        done = await here.do("c1", CommandKind.SCALE_DOWN, **down)
+        assert done.text == "stopped on b, started on b"
+        again = await here.do("c1", CommandKind.SCALE_DOWN, **down)
+        assert again.text == "as wanted"
+        await until(lambda: here.started("b")[-1] == "b 0/1 1 1 {{kept}}", "not smaller")
+        up = await here.do("c2", CommandKind.SCALE_UP, workload="job", replicas=2)
+        assert up.status is OutcomeStatus.DONE
+        await until(lambda: here.started("c") == ["c 1/2 2 2 {{kept}}"], "not larger")
+        more = await here.do("c3", CommandKind.SCALE_UP, workload="job", replicas=3)
+        assert (more.status, more.text) == (
+            OutcomeStatus.FAILED,
+            "3 replicas need 3 hosts, and there are 2",
+        )
+        assert not more.passing
+        drained = await here.do("c4", CommandKind.DRAIN_HOST, host="c.boot")
+        assert drained.text == "stopped on c"
+        assert here.changes == [("c.boot", Change.GONE)]
+        assert set(here.launchers()) == {"b"}
+        # Ranks that stop in order stop on all hosts, and so the other launchers may end as well.
+        kill_all(here.processes("launcher", "b"))
+        await until(lambda: not here.launchers(), "it does not end")
+        await here.do("c6", CommandKind.UNCORDON_HOST, host="a")
+        swapped = await here.do("c7", CommandKind.HOT_SWAP, workload="job", host="c", spare="a")
+        assert swapped.text == "started on b, a"
+        other = await here.do("c5", CommandKind.WORKLOAD_RESET, workload="other")
+        assert other.text == "the job file has no job other"
 
 
-def test_a_daemon_that_ended_alone_is_started_again_and_a_host_that_is_dead_is_not(
+async def test_a_daemon_that_ended_alone_is_started_again_and_a_host_that_is_dead_is_not(
     tmp_path: Path, fleet: Path
 ) -> None:
-    async def work() -> None:
-        async with Local(fleet, job_file(tmp_path)).running() as here:
-            await is_up(here, "ab", daemons=3)
-            (daemon,) = here.processes("daemon", "a")
-            (spare,) = here.processes("daemon", "c")
-            kill_all([daemon, spare, *here.processes("daemon", "b"), *here.processes("launcher", "b")])
-            await until(
-                lambda: here.processes("daemon", "a") and here.processes("daemon", "c"), "not started again"
-            )
-            await until(lambda: "b" in here.orchestrator._state.gone, "not gone")
-            assert here.processes("daemon", "b") == []
-            assert "b" not in here.launchers()
-
-    run(work())
+    async with Local(fleet, job_file(tmp_path)).running() as here:
+        await is_up(here, "ab", daemons=3)
+        (daemon,) = here.processes("daemon", "a")
+        (spare,) = here.processes("daemon", "c")
+        kill_all([daemon, spare, *here.processes("daemon", "b"), *here.processes("launcher", "b")])
+        await until(
+            lambda: here.processes("daemon", "a") and here.processes("daemon", "c"), "not started again"
+        )
+        await until(lambda: "b" in here.orchestrator._state.gone, "not gone")
+        assert here.processes("daemon", "b") == []
+        assert "b" not in here.launchers()
 
 
-def test_a_host_that_stands_still_as_a_whole_is_not_called_there(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        async with Local(fleet, job_file(tmp_path, grace_s=3600)).running() as here:
-            await is_up(here, "ab", daemons=3)
-            (daemon,), (launcher,) = here.processes("daemon", "a"), here.processes("launcher", "a")
-            stop_process(daemon.pid)
-            assert await here.look("a") is True
-            stop_process(launcher.pid)
-            # Nor is it gone: a process that is stopped may go on.
-            assert await here.look("a") is None
-            # No grace makes it act upon SIGTERM.
-            swap = {"workload": "job", "host": "a.boot", "spare": "c.boot"}
-            done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
-            assert done.text == "stopped on a, started on c"
-            # A command for which there was no time has had its effect; the next one goes on from there.
-            done = await here.do("c2", CommandKind.HOT_SWAP, **swap)
-            assert (done.status, done.text) == (OutcomeStatus.DONE, "as wanted")
-
-    run(work())
+async def test_a_host_that_stands_still_as_a_whole_is_not_called_there(tmp_path: Path, fleet: Path) -> None:
+    async with Local(fleet, job_file(tmp_path, grace_s=3600)).running() as here:
+        await is_up(here, "ab", daemons=3)
+        (daemon,), (launcher,) = here.processes("daemon", "a"), here.processes("launcher", "a")
+        stop_process(daemon.pid)
+        assert await here.look("a") is True
+        stop_process(launcher.pid)
+        # Nor is it gone: a process that is stopped may go on.
+        assert await here.look("a") is None
+        # No grace makes it act upon SIGTERM.
+        swap = {"workload": "job", "host": "a.boot", "spare": "c.boot"}
+        done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
+        assert done.text == "stopped on a, started on c"
+        # A command for which there was no time has had its effect; the next one goes on from there.
+        done = await here.do("c2", CommandKind.HOT_SWAP, **swap)
+        assert (done.status, done.text) == (OutcomeStatus.DONE, "as wanted")
 
 
-def test_a_launcher_that_ends_at_once_leaves_its_host_there(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        file = job_file(tmp_path, command=["{python}", "-c", "raise SystemExit(2)"])
-        async with Local(fleet, file).running() as here:
-            await until(
-                lambda: all(seat.started for seat in here.orchestrator._state.jobs[0].seats), "not started"
-            )
-            await until(lambda: not here.launchers(), "a launcher lives on")
-            # The spare's daemon is started by the watch, after its second look.
-            await until(lambda: here.processes("daemon", "c"), "no watch")
-            assert [len(here.processes("daemon", host)) for host in "ab"] == [1, 1]
-            assert here.orchestrator._state.gone == ()
-
-    run(work())
+async def test_a_launcher_that_ends_at_once_leaves_its_host_there(tmp_path: Path, fleet: Path) -> None:
+    file = job_file(tmp_path, command=["{python}", "-c", "raise SystemExit(2)"])
+    async with Local(fleet, file).running() as here:
+        await until(
+            lambda: all(seat.started for seat in here.orchestrator._state.jobs[0].seats), "not started"
+        )
+        await until(lambda: not here.launchers(), "a launcher lives on")
+        # The spare's daemon is started by the watch, after its second look.
+        await until(lambda: here.processes("daemon", "c"), "no watch")
+        assert [len(here.processes("daemon", host)) for host in "ab"] == [1, 1]
+        assert here.orchestrator._state.gone == ()
 
 
-def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_in_the_log(
+async def test_a_watch_goes_on_after_an_error_of_the_machine_and_a_task_that_fails_is_in_the_log(
     tmp_path: Path, fleet: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
-    async def work() -> None:
-        trouble = "daemon of a: [Errno 17]"
-        in_the_way = fleet / "logs"  # where a directory must be made for each daemon
-        in_the_way.write_text("")
-        here = Local(fleet, job_file(tmp_path, hosts=("a",), replicas=1))
-        async with here.running():
-            await until(lambda: trouble in caplog.text, "no error is met")
-            in_the_way.unlink()
-            await until(lambda: here.processes("daemon", "a"), "the watch has ended")
-            await until(lambda: "daemon of a: well again" in caplog.text, "nothing says that it passed")
-            assert caplog.text.count(trouble) == 1
+    trouble = "daemon of a: [Errno 17]"
+    in_the_way = fleet / "logs"  # where a directory must be made for each daemon
+    in_the_way.write_text("")
+    here = Local(fleet, job_file(tmp_path, hosts=("a",), replicas=1))
+    async with here.running():
+        await until(lambda: trouble in caplog.text, "no error is met")
+        in_the_way.unlink()
+        await until(lambda: here.processes("daemon", "a"), "the watch has ended")
+        await until(lambda: "daemon of a: well again" in caplog.text, "nothing says that it passed")
+        assert caplog.text.count(trouble) == 1
 
-        def fail(host: str, change: Change, evidence: Evidence) -> None:
-            raise ValueError(f"no one takes {host}")
+    def fail(host: str, change: Change, evidence: Evidence) -> None:
+        raise ValueError(f"no one takes {host}")
 
-        async with here.orchestrator.running(fail):
-            drain = Command(epoch=1, id="c1", kind=CommandKind.DRAIN_HOST, host="a.boot")
-            here.orchestrator.perform(drain, lambda answer: None)
-            await until(lambda: "ValueError: no one takes a.boot" in caplog.text, "it failed without a word")
-
-    run(work())
+    async with here.orchestrator.running(fail):
+        drain = Command(epoch=1, id="c1", kind=CommandKind.DRAIN_HOST, host="a.boot")
+        here.orchestrator.perform(drain, lambda answer: None)
+        await until(lambda: "ValueError: no one takes a.boot" in caplog.text, "it failed without a word")
 
 
-def test_a_process_table_that_cannot_be_read_is_an_error_and_no_loss(fleet: Path, tmp_path: Path) -> None:
-    async def work() -> None:
-        here = Local(fleet, job_file(tmp_path))
-        soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-        held = [os.open(os.devnull, os.O_RDONLY)]
-        # The next descriptor is the last: the table can be listed, and no process in it be read.
-        top = max(int(name) for name in os.listdir("/proc/self/fd"))
-        while held[-1] < top:
-            held.append(os.open(os.devnull, os.O_RDONLY))
-        try:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
-            with pytest.raises(OSError, match="Too many open files"):
-                marked_processes(str(fleet))
-            assert await here.look("a") is None
-        finally:
-            resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
-            for fd in held:
-                os.close(fd)
-
-    run(work())
-
-
-def test_a_launcher_that_ended_alone_is_started_again_by_an_in_job_reset(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        async with Local(fleet, job_file(tmp_path)).running() as here:
-            await is_up(here, "ab", daemons=3)
-            survivor = here.launchers()["a"]
-            kill_all(here.processes("launcher", "b"))
-            await until(lambda: "b" not in here.launchers(), "it does not end")
-            done = await here.do("c1", CommandKind.IN_JOB_RESET, workload="job")
-            assert (done.status, done.text) == (OutcomeStatus.DONE, "started on b")
-            await until(lambda: here.started("b") == ["b 1/2 2 0 {{kept}}"] * 2, "not started")
-            assert here.launchers()["a"] == survivor
-            kill_all(here.processes("launcher"))
-            await until(lambda: not here.launchers(), "they do not end")
-            refused = await here.do("c2", CommandKind.IN_JOB_RESET, workload="job")
-            assert refused.text == "no launcher of job is left: the whole job must be started again"
-
-    run(work())
+async def test_a_process_table_that_cannot_be_read_is_an_error_and_no_loss(
+    fleet: Path, tmp_path: Path
+) -> None:
+    here = Local(fleet, job_file(tmp_path))
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    held = [os.open(os.devnull, os.O_RDONLY)]
+    # The next descriptor is the last: the table can be listed, and no process in it be read.
+    top = max(int(name) for name in os.listdir("/proc/self/fd"))
+    while held[-1] < top:
+        held.append(os.open(os.devnull, os.O_RDONLY))
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (held[-1] + 2, hard))
+        with pytest.raises(OSError, match="Too many open files"):
+            marked_processes(str(fleet))
+        assert await here.look("a") is None
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+        for fd in held:
+            os.close(fd)
 
 
-def test_a_launcher_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
-        file = job_file(tmp_path, ("a",), replicas=1, grace_s=0.2, command=["{python}", "-c", deaf])
-        async with Local(fleet, file).running() as here:
-            await is_up(here, "a", daemons=1)
-            before = here.launchers()["a"]
-            done = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
-            assert done.text == "stopped on a, started on a"
-            assert here.launchers()["a"] != before
-
-    run(work())
-
-
-def test_a_host_that_is_swapped_out_alive_gets_another_daemon(tmp_path: Path, fleet: Path) -> None:
-    async def work() -> None:
-        deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
-        file = job_file(tmp_path, ("a", "b"), replicas=1, grace_s=0.2, command=["{python}", "-c", deaf])
-        async with Local(fleet, file).running() as here:
-            await is_up(here, "a", daemons=2)
-            (before,) = here.processes("daemon", "a")
-            swap = {"workload": "job", "host": "a", "spare": "b"}
-            done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
-            assert done.text == "stopped on a, started on b"
-            # The one before would say for ever that its host works for the job.
-            await until(
-                lambda: [one for one in here.processes("daemon", "a") if one.pid != before.pid], "no other"
-            )
-            assert "a" not in here.orchestrator._state.gone
-
-    run(work())
+async def test_a_launcher_that_ended_alone_is_started_again_by_an_in_job_reset(
+    tmp_path: Path, fleet: Path
+) -> None:
+    async with Local(fleet, job_file(tmp_path)).running() as here:
+        await is_up(here, "ab", daemons=3)
+        survivor = here.launchers()["a"]
+        kill_all(here.processes("launcher", "b"))
+        await until(lambda: "b" not in here.launchers(), "it does not end")
+        done = await here.do("c1", CommandKind.IN_JOB_RESET, workload="job")
+        assert (done.status, done.text) == (OutcomeStatus.DONE, "started on b")
+        await until(lambda: here.started("b") == ["b 1/2 2 0 {{kept}}"] * 2, "not started")
+        assert here.launchers()["a"] == survivor
+        kill_all(here.processes("launcher"))
+        await until(lambda: not here.launchers(), "they do not end")
+        refused = await here.do("c2", CommandKind.IN_JOB_RESET, workload="job")
+        assert refused.text == "no launcher of job is left: the whole job must be started again"
 
 
-def test_a_full_disk_fails_a_command_that_is_tried_again(
+async def test_a_launcher_that_ignores_sigterm_is_killed_after_its_grace(tmp_path: Path, fleet: Path) -> None:
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    file = job_file(tmp_path, ("a",), replicas=1, grace_s=0.2, command=["{python}", "-c", deaf])
+    async with Local(fleet, file).running() as here:
+        await is_up(here, "a", daemons=1)
+        before = here.launchers()["a"]
+        done = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
+        assert done.text == "stopped on a, started on a"
+        assert here.launchers()["a"] != before
+
+
+async def test_a_host_that_is_swapped_out_alive_gets_another_daemon(tmp_path: Path, fleet: Path) -> None:
+    deaf = "import signal; signal.signal(15, signal.SIG_IGN); print('deaf', flush=True); signal.pause()"
+    file = job_file(tmp_path, ("a", "b"), replicas=1, grace_s=0.2, command=["{python}", "-c", deaf])
+    async with Local(fleet, file).running() as here:
+        await is_up(here, "a", daemons=2)
+        (before,) = here.processes("daemon", "a")
+        swap = {"workload": "job", "host": "a", "spare": "b"}
+        done = await here.do("c1", CommandKind.HOT_SWAP, **swap)
+        assert done.text == "stopped on a, started on b"
+        # The one before would say for ever that its host works for the job.
+        await until(
+            lambda: [one for one in here.processes("daemon", "a") if one.pid != before.pid], "no other"
+        )
+        assert "a" not in here.orchestrator._state.gone
+
+
+async def test_a_full_disk_fails_a_command_that_is_tried_again(
     tmp_path: Path, fleet: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    async def work() -> None:
-        file = job_file(tmp_path, ("a",), replicas=1)
-        async with Local(fleet, file).running() as here:
-            await is_up(here, "a", daemons=1)
-            monkeypatch.setattr(LocalMachines, "name", "missing/local")
-            failed = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
-            assert (failed.status, failed.passing) == (OutcomeStatus.FAILED, True)
-            assert here.started("a") == ["a 0/1 1 0 {{kept}}"]
-            monkeypatch.undo()
-            done = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
-            assert done.text == "stopped on a, started on a"
-
-    run(work())
+    file = job_file(tmp_path, ("a",), replicas=1)
+    async with Local(fleet, file).running() as here:
+        await is_up(here, "a", daemons=1)
+        monkeypatch.setattr(LocalMachines, "name", "missing/local")
+        failed = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
+        assert (failed.status, failed.passing) == (OutcomeStatus.FAILED, True)
+        assert here.started("a") == ["a 0/1 1 0 {{kept}}"]
+        monkeypatch.undo()
+        done = await here.do("c1", CommandKind.WORKLOAD_RESET, workload="job")
+        assert done.text == "stopped on a, started on a"
 
 
 def test_a_state_that_does_not_fit_is_refused(tmp_path: Path, fleet: Path) -> None:

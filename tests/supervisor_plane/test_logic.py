@@ -35,7 +35,7 @@ from supervisor.values import (
     WorkloadInfo,
 )
 from supervisor.view.status import Status
-from tests.asynchronous import run, until
+from tests.asynchronous import until
 
 LIMITS = Thresholds(max_fruitless=2)
 
@@ -112,86 +112,76 @@ DONE, FAILED, FENCED = OutcomeStatus.DONE, OutcomeStatus.FAILED, OutcomeStatus.F
         ),
     ],
 )
-def test_a_command_for_a_job_is_done_when_one_of_its_hosts_has_done_it(
+async def test_a_command_for_a_job_is_done_when_one_of_its_hosts_has_done_it(
     answers: dict[str, tuple[OutcomeStatus, str] | None], expected: Answer
 ) -> None:
-    async def work() -> None:
-        commands = HostCommands()
-        streams = commands.streams = Streams(commands, answers)  # type: ignore[assignment]
-        for name, workload in (("a", "job"), ("b", "job"), ("c", "other"), ("d", "")):
-            commands.host_connected(host(name, workload), "x")
-        command = Command(epoch=2, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
-        kind = HostCommandKind.RESTART_RANKS
-        assert await commands.ask(command, kind, attempt=3, within_s=0.05) == expected
-        assert {name for name, _ in streams.asked} == set(answers)  # type: ignore[attr-defined]
-        assert {asked.attempt for _, asked in streams.asked} == {3}  # type: ignore[attr-defined]
-
-    run(work())
+    commands = HostCommands()
+    streams = commands.streams = Streams(commands, answers)  # type: ignore[assignment]
+    for name, workload in (("a", "job"), ("b", "job"), ("c", "other"), ("d", "")):
+        commands.host_connected(host(name, workload), "x")
+    command = Command(epoch=2, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
+    kind = HostCommandKind.RESTART_RANKS
+    assert await commands.ask(command, kind, attempt=3, within_s=0.05) == expected
+    assert {name for name, _ in streams.asked} == set(answers)  # type: ignore[attr-defined]
+    assert {asked.attempt for _, asked in streams.asked} == {3}  # type: ignore[attr-defined]
 
 
-def test_a_job_does_not_wait_for_a_silent_host_where_another_has_done_it_but_stacks_are_of_all() -> None:
-    async def work() -> None:
-        commands = HostCommands()
-        streams = Streams(commands, {"a": None, "b": (DONE, "rank 1: train.py:7")})
-        commands.streams = streams  # type: ignore[assignment]
-        for name in ("a", "b"):
-            commands.host_connected(host(name), "x")
-        command = Command(epoch=2, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
-        asking = commands.ask(command, HostCommandKind.RESTART_RANKS, attempt=3, within_s=3600)
-        assert (await asking).status is DONE
-        assert not commands._waiting
-        stacks = asyncio.ensure_future(
-            commands.ask(command, HostCommandKind.DUMP_STACKS, attempt=None, within_s=3600)
-        )
-        await until(
-            lambda: len(streams.asked) == 4 and len(commands._waiting) == 1, "the hosts are not all asked"
-        )
-        assert not stacks.done()
-        late = Outcome(command="c1", epoch=2, status=DONE, text="rank 0: train.py:9")
-        commands.host_message("a", late)
-        assert (await stacks).text == "rank 1: train.py:7; rank 0: train.py:9"
-
-    run(work())
-
-
-def test_a_host_that_is_to_leave_is_asked_alone_and_one_that_is_gone_is_not_waited_for() -> None:
-    async def work() -> None:
-        commands = HostCommands()
-        streams = Streams(commands, {"a": (DONE, "this host leaves the job"), "b": None})
-        commands.streams = streams  # type: ignore[assignment]
-        for name in ("a", "b"):
-            commands.host_connected(host(name), "x")
-        leaving = host("a").id
-        swap = Command(
-            epoch=2, id="c1", kind=CommandKind.HOT_SWAP, workload="job", host=leaving, spare="s.boot"
-        )
-        asked = await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)
-        assert asked == Answer(status=DONE, text="this host leaves the job")
-        assert [name for name, _ in streams.asked] == ["a"]
-        commands.host_lost("a", "x")
-        assert (await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)).passing
-
-    run(work())
+async def test_a_job_does_not_wait_for_a_silent_host_where_another_has_done_it_but_stacks_are_of_all() -> (
+    None
+):
+    commands = HostCommands()
+    streams = Streams(commands, {"a": None, "b": (DONE, "rank 1: train.py:7")})
+    commands.streams = streams  # type: ignore[assignment]
+    for name in ("a", "b"):
+        commands.host_connected(host(name), "x")
+    command = Command(epoch=2, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
+    asking = commands.ask(command, HostCommandKind.RESTART_RANKS, attempt=3, within_s=3600)
+    assert (await asking).status is DONE
+    assert not commands._waiting
+    stacks = asyncio.ensure_future(
+        commands.ask(command, HostCommandKind.DUMP_STACKS, attempt=None, within_s=3600)
+    )
+    await until(
+        lambda: len(streams.asked) == 4 and len(commands._waiting) == 1, "the hosts are not all asked"
+    )
+    assert not stacks.done()
+    late = Outcome(command="c1", epoch=2, status=DONE, text="rank 0: train.py:9")
+    commands.host_message("a", late)
+    assert (await stacks).text == "rank 1: train.py:7; rank 0: train.py:9"
 
 
-def test_a_job_without_connected_hosts_is_worth_another_try_and_a_stream_that_ends_is_no_answer() -> None:
-    async def work() -> None:
-        commands = HostCommands()
-        streams = Streams(commands, {"a": None})
-        commands.streams = streams  # type: ignore[assignment]
-        command = Command(epoch=2, id="c1", kind=CommandKind.DUMP_STACKS, workload="job")
-        kind = HostCommandKind.DUMP_STACKS
-        none = await commands.ask(command, kind, attempt=None, within_s=60)
-        assert (none.status, none.passing) == (FAILED, True)
-        assert none.text == "no host of job is connected to the actuator"
-        commands.host_connected(host("a"), "x")
-        asking = asyncio.ensure_future(commands.ask(command, kind, attempt=None, within_s=60))
-        await until(lambda: streams.asked, "the host is not asked")
-        commands.host_lost("a", "x")
-        ended = await asking
-        assert (ended.status, ended.passing) == (FAILED, True)
+async def test_a_host_that_is_to_leave_is_asked_alone_and_one_that_is_gone_is_not_waited_for() -> None:
+    commands = HostCommands()
+    streams = Streams(commands, {"a": (DONE, "this host leaves the job"), "b": None})
+    commands.streams = streams  # type: ignore[assignment]
+    for name in ("a", "b"):
+        commands.host_connected(host(name), "x")
+    leaving = host("a").id
+    swap = Command(epoch=2, id="c1", kind=CommandKind.HOT_SWAP, workload="job", host=leaving, spare="s.boot")
+    asked = await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)
+    assert asked == Answer(status=DONE, text="this host leaves the job")
+    assert [name for name, _ in streams.asked] == ["a"]
+    commands.host_lost("a", "x")
+    assert (await commands.ask(swap, HostCommandKind.LEAVE, within_s=3600, only=leaving)).passing
 
-    run(work())
+
+async def test_a_job_without_connected_hosts_is_worth_another_try_and_a_stream_that_ends_is_no_answer() -> (
+    None
+):
+    commands = HostCommands()
+    streams = Streams(commands, {"a": None})
+    commands.streams = streams  # type: ignore[assignment]
+    command = Command(epoch=2, id="c1", kind=CommandKind.DUMP_STACKS, workload="job")
+    kind = HostCommandKind.DUMP_STACKS
+    none = await commands.ask(command, kind, attempt=None, within_s=60)
+    assert (none.status, none.passing) == (FAILED, True)
+    assert none.text == "no host of job is connected to the actuator"
+    commands.host_connected(host("a"), "x")
+    asking = asyncio.ensure_future(commands.ask(command, kind, attempt=None, within_s=60))
+    await until(lambda: streams.asked, "the host is not asked")
+    commands.host_lost("a", "x")
+    ended = await asking
+    assert (ended.status, ended.passing) == (FAILED, True)
 
 
 # ------------------------------------------------------------------------------------------- the journal

@@ -87,55 +87,49 @@ def test_a_daemon_is_a_second_witness_with_tokens_and_sees_none_of_the_control_t
 
 
 @pytest.mark.parametrize("job_first", [False, True])
-def test_a_host_describes_the_job_that_it_works_for_and_no_other(job_first: bool) -> None:
-    async def work() -> None:
-        sensor = SensorPart(settings(MAX_IN_JOB_RESTARTS="2"))
-        host = HostInfo(id="a.boot", name="a", workers_per_host=1)
+async def test_a_host_describes_the_job_that_it_works_for_and_no_other(job_first: bool) -> None:
+    sensor = SensorPart(settings(MAX_IN_JOB_RESTARTS="2"))
+    host = HostInfo(id="a.boot", name="a", workers_per_host=1)
+    sensor.host_connected(host, "d")
+    sensor.host_message("a", WorkloadInfo(workload="others", scaling=True, max_replicas=9))
+    assert sensor._news.take().workloads == ()
+    joins = (replace(host, workload="job"), WorkloadInfo(workload="job"))
+    for value in joins[:: -1 if job_first else 1]:
+        sensor.host_message("a", value)
+    assert sensor._news.take().workloads == (WorkloadInfo(workload="job", max_in_job_restarts=2),)
+    scales = settings(ENABLE_WORKLOAD_SCALING="1")
+    assert with_defaults(WorkloadInfo(workload="job", max_replicas=2), scales).scaling
+    assert not with_defaults(WorkloadInfo(workload="job", replicas=2), scales).scaling  # bounds of 1 to 1
+    # What counts for nothing is not kept for a daemon that comes later.
+    sensor.host_message("a", WorkloadInfo(workload="others"))
+    sensor.host_lost("a", "d")
+    sensor.host_connected(replace(host, workload="others"), "d2")
+    assert sensor._news.take().workloads == ()
+    await sensor._controller.close()
+
+
+async def test_a_host_that_claims_the_job_of_others_does_not_change_how_it_is_described() -> None:
+    sensor = SensorPart(settings())
+
+    def join(name: str, info: WorkloadInfo) -> tuple[WorkloadInfo, ...]:
+        """What the controller is told of jobs since."""
+        host = HostInfo(id=f"{name}.boot", name=name, workload=info.workload, workers_per_host=1)
         sensor.host_connected(host, "d")
-        sensor.host_message("a", WorkloadInfo(workload="others", scaling=True, max_replicas=9))
-        assert sensor._news.take().workloads == ()
-        joins = (replace(host, workload="job"), WorkloadInfo(workload="job"))
-        for value in joins[:: -1 if job_first else 1]:
-            sensor.host_message("a", value)
-        assert sensor._news.take().workloads == (WorkloadInfo(workload="job", max_in_job_restarts=2),)
-        scales = settings(ENABLE_WORKLOAD_SCALING="1")
-        assert with_defaults(WorkloadInfo(workload="job", max_replicas=2), scales).scaling
-        assert not with_defaults(WorkloadInfo(workload="job", replicas=2), scales).scaling  # bounds of 1 to 1
-        # What counts for nothing is not kept for a daemon that comes later.
-        sensor.host_message("a", WorkloadInfo(workload="others"))
-        sensor.host_lost("a", "d")
-        sensor.host_connected(replace(host, workload="others"), "d2")
-        assert sensor._news.take().workloads == ()
-        await sensor._controller.close()
+        sensor.host_message(name, info)
+        return sensor._news.take().workloads
 
-    run(work())
-
-
-def test_a_host_that_claims_the_job_of_others_does_not_change_how_it_is_described() -> None:
-    async def work() -> None:
-        sensor = SensorPart(settings())
-
-        def join(name: str, info: WorkloadInfo) -> tuple[WorkloadInfo, ...]:
-            """What the controller is told of jobs since."""
-            host = HostInfo(id=f"{name}.boot", name=name, workload=info.workload, workers_per_host=1)
-            sensor.host_connected(host, "d")
-            sensor.host_message(name, info)
-            return sensor._news.take().workloads
-
-        job = WorkloadInfo(workload="job", replicas=2, max_replicas=2, downtime_threshold_s=60.0)
-        assert [join(name, job) for name in "ab"] == [(job,), ()]
-        absurd = replace(job, downtime_threshold_s=0.001)
-        assert join("thief", absurd) == ()
-        # It stays so while the hosts are away one after the other, and none of their number is lost by it.
-        sensor.host_lost("a", "d")
-        assert sensor._news.take().workloads == ()
-        assert join("a", job) == ()
-        # The job itself changes with most of its hosts.
-        larger = replace(job, replicas=3, max_replicas=3)
-        assert [join(name, larger) for name in "abc"] == [(), (larger,), ()]
-        await sensor._controller.close()
-
-    run(work())
+    job = WorkloadInfo(workload="job", replicas=2, max_replicas=2, downtime_threshold_s=60.0)
+    assert [join(name, job) for name in "ab"] == [(job,), ()]
+    absurd = replace(job, downtime_threshold_s=0.001)
+    assert join("thief", absurd) == ()
+    # It stays so while the hosts are away one after the other, and none of their number is lost by it.
+    sensor.host_lost("a", "d")
+    assert sensor._news.take().workloads == ()
+    assert join("a", job) == ()
+    # The job itself changes with most of its hosts.
+    larger = replace(job, replicas=3, max_replicas=3)
+    assert [join(name, larger) for name in "abc"] == [(), (larger,), ()]
+    await sensor._controller.close()
 
 
 # ------------------------------------------------------------------------------------- changes of hosts

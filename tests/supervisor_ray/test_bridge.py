@@ -65,20 +65,17 @@ def short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bridge, "_living_nodes", lambda: {"n1"})
 
 
-def test_what_a_late_look_saw_is_past_and_is_not_used() -> None:
-    async def work() -> None:
-        actors = Actors()
-        (actor,) = actors.made
-        assert await actors.look() == {"away": "unseen"}
-        assert await actors.look() == {"away": "unseen"}
-        (late,) = actor.looks  # no second one waits behind it
-        late.set_result(seen(processes=0))
-        await until(lambda: actors._late["a"].done(), "the answer does not come")
-        actor.answer = seen(processes=1)
-        assert await actors.look() == seen(processes=1)
-        assert len(actor.looks) == 2
-
-    run(work())
+async def test_what_a_late_look_saw_is_past_and_is_not_used() -> None:
+    actors = Actors()
+    (actor,) = actors.made
+    assert await actors.look() == {"away": "unseen"}
+    assert await actors.look() == {"away": "unseen"}
+    (late,) = actor.looks  # no second one waits behind it
+    late.set_result(seen(processes=0))
+    await until(lambda: actors._late["a"].done(), "the answer does not come")
+    actor.answer = seen(processes=1)
+    assert await actors.look() == seen(processes=1)
+    assert len(actor.looks) == 2
 
 
 def test_an_actor_that_cannot_be_made_is_tried_again_seldom_and_its_reason_is_in_the_log(

@@ -77,18 +77,15 @@ def processes() -> list[psutil.Process]:
     return found
 
 
-def test_what_happens_while_no_daemon_runs_is_found_by_the_next_one_once(host: Host) -> None:
-    async def work() -> None:
-        async with host.watched("xid") as runner:
-            await until(lambda: not runner.unknown["xid"], "it does not look")
-            host.write(31)
-            await until(lambda: host.codes == [31], "31 is not found")
-        assert processes() == []
-        host.write(79)
-        async with host.watched("xid"):
-            await until(lambda: host.codes == [31, 79], "79 is not found, or 31 again")
-
-    run(work())
+async def test_what_happens_while_no_daemon_runs_is_found_by_the_next_one_once(host: Host) -> None:
+    async with host.watched("xid") as runner:
+        await until(lambda: not runner.unknown["xid"], "it does not look")
+        host.write(31)
+        await until(lambda: host.codes == [31], "31 is not found")
+    assert processes() == []
+    host.write(79)
+    async with host.watched("xid"):
+        await until(lambda: host.codes == [31, 79], "79 is not found, or 31 again")
 
 
 def test_a_watchdog_that_is_killed_comes_back_and_goes_on(

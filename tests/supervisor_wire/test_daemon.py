@@ -102,145 +102,128 @@ def restart(id: str, *, epoch: int = 1, workload: str = "job", deadline_s: float
     )
 
 
-def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launcher_once(
+async def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launcher_once(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        # All that is told is told at once: the first step of an attempt, too.
-        fleet = Fleet(tmp_path, report_period_s=3600.0)
-        async with fleet.serve():
-            with fleet.daemon() as daemon:
-                await fleet.sensor.wait_for("connected", "host-1")
-                with Job(fleet) as job:
-                    job.say("running", "running", attempt=3, launcher="restarting", step=None)
-                    await fleet.reported(lambda report: len(report.workers) == 2)
-                    job.say("running", "running", attempt=3, launcher="restarting")
-                    seen = await fleet.reported(lambda report: any(one.step for one in report.workers))
-                    assert (seen.attempt, seen.launcher) == (3, LauncherState.RESTARTING)
-                    assert [worker.global_rank for worker in seen.workers] == [4, 5]
-                    assert all(worker.step == 12 for worker in seen.workers)
-                    ages = [(worker.step_age_s, worker.monitor_age_s) for worker in seen.workers]
-                    assert all(0.25 <= step < 10 and 2.0 <= monitor < 10 for step, monitor in ages if step)
-                    # Fence: once, also when it is asked again, and nothing of an older controller.
-                    await fleet.actuator.wait_for("connected", "host-1")
-                    assert (await fleet.command(restart("c1", epoch=4))).status is OutcomeStatus.DONE
-                    assert (await fleet.command(restart("c1", epoch=4))).text == "yes"
-                    fenced = await fleet.command(restart("c2", epoch=3))
-                    assert fenced.status is OutcomeStatus.FENCED
-                    # One that no controller can have is not even remembered: the next ones are not fenced.
-                    assert fleet.actuator_streams.try_send_command("host-1", restart("c0", epoch=10**15))
-                    other = await fleet.command(restart("c3", epoch=4, workload="other"))
-                    assert other.text == "this host works for 'job', not for 'other'"
-                    assert [command["id"] for command in job.commands] == ["c1"]
-                    # The second path, and what the process costs.
-                    async with Remote(f"127.0.0.1:{fleet.port}", PLAIN) as remote:
-                        probe = await probe_daemon(remote, timeout_s=WAIT_S)
-                    assert probe.host == "host-1"
-                    assert len(probe.report.workers) == 2
-                    process = psutil.Process(daemon.pid)
-                    assert process.num_threads() < 20
-                    assert process.memory_info().rss < 100 << 20
-                gone = await fleet.reported(
-                    lambda report: report.sequence > seen.sequence and not report.workers
-                )
-                assert gone.launcher is LauncherState.RESTARTING
-                assert (await fleet.command(restart("c4", epoch=4))).status is OutcomeStatus.FAILED
-                daemon.signal(signal.SIGTERM)
-                # In a thread: the sensor and the actuator live in this one.
-                assert await asyncio.to_thread(lambda: daemon.wait(timeout=WAIT_S)) == 0
-            # Another daemon process of the host: the fence has outlived the first.
-            with fleet.daemon(), Job(fleet) as job:
-                job.say("running")
-                await fleet.actuator.wait_for("connected", "host-1", count=2)
-                await fleet.reported(lambda report: len(report.workers) == 1)
+    # All that is told is told at once: the first step of an attempt, too.
+    fleet = Fleet(tmp_path, report_period_s=3600.0)
+    async with fleet.serve():
+        with fleet.daemon() as daemon:
+            await fleet.sensor.wait_for("connected", "host-1")
+            with Job(fleet) as job:
+                job.say("running", "running", attempt=3, launcher="restarting", step=None)
+                await fleet.reported(lambda report: len(report.workers) == 2)
+                job.say("running", "running", attempt=3, launcher="restarting")
+                seen = await fleet.reported(lambda report: any(one.step for one in report.workers))
+                assert (seen.attempt, seen.launcher) == (3, LauncherState.RESTARTING)
+                assert [worker.global_rank for worker in seen.workers] == [4, 5]
+                assert all(worker.step == 12 for worker in seen.workers)
+                ages = [(worker.step_age_s, worker.monitor_age_s) for worker in seen.workers]
+                assert all(0.25 <= step < 10 and 2.0 <= monitor < 10 for step, monitor in ages if step)
+                # Fence: once, also when it is asked again, and nothing of an older controller.
+                await fleet.actuator.wait_for("connected", "host-1")
+                assert (await fleet.command(restart("c1", epoch=4))).status is OutcomeStatus.DONE
                 assert (await fleet.command(restart("c1", epoch=4))).text == "yes"
-                assert (await fleet.command(restart("c5", epoch=3))).status is OutcomeStatus.FENCED
-                assert job.commands == []
+                fenced = await fleet.command(restart("c2", epoch=3))
+                assert fenced.status is OutcomeStatus.FENCED
+                # One that no controller can have is not even remembered: the next ones are not fenced.
+                assert fleet.actuator_streams.try_send_command("host-1", restart("c0", epoch=10**15))
+                other = await fleet.command(restart("c3", epoch=4, workload="other"))
+                assert other.text == "this host works for 'job', not for 'other'"
+                assert [command["id"] for command in job.commands] == ["c1"]
+                # The second path, and what the process costs.
+                async with Remote(f"127.0.0.1:{fleet.port}", PLAIN) as remote:
+                    probe = await probe_daemon(remote, timeout_s=WAIT_S)
+                assert probe.host == "host-1"
+                assert len(probe.report.workers) == 2
+                process = psutil.Process(daemon.pid)
+                assert process.num_threads() < 20
+                assert process.memory_info().rss < 100 << 20
+            gone = await fleet.reported(lambda report: report.sequence > seen.sequence and not report.workers)
+            assert gone.launcher is LauncherState.RESTARTING
+            assert (await fleet.command(restart("c4", epoch=4))).status is OutcomeStatus.FAILED
+            daemon.signal(signal.SIGTERM)
+            # In a thread: the sensor and the actuator live in this one.
+            assert await asyncio.to_thread(lambda: daemon.wait(timeout=WAIT_S)) == 0
+        # Another daemon process of the host: the fence has outlived the first.
+        with fleet.daemon(), Job(fleet) as job:
+            job.say("running")
+            await fleet.actuator.wait_for("connected", "host-1", count=2)
+            await fleet.reported(lambda report: len(report.workers) == 1)
+            assert (await fleet.command(restart("c1", epoch=4))).text == "yes"
+            assert (await fleet.command(restart("c5", epoch=3))).status is OutcomeStatus.FENCED
+            assert job.commands == []
 
-    run(work())
 
-
-def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answers_no_command(
+async def test_what_a_launcher_said_grows_old_when_it_is_gone_and_a_stopped_one_answers_no_command(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon():
-                await fleet.actuator.wait_for("connected", "host-1")
-                # A launcher that is cut off without a detach: a raw connection.
-                _, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
-                hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
-                worker = '{"local_rank":0,"global_rank":0,"state":"running","heartbeat_age_s":0.0}'
-                report = f'{{"report":{{"sequence":1,"attempt":0,"workers":[{worker}]}}}}'
-                writer.write(f"{hello}\n{report}\n".encode())
-                first = await fleet.reported(lambda one: len(one.workers) == 1)
-                late = await fleet.command(restart("c1", deadline_s=0.3))
-                assert late.status is OutcomeStatus.TIMED_OUT
-                assert late.text == "the launcher did not answer within 0.3 s"
-                writer.close()
-                later = await fleet.reported(lambda one: one.sequence > first.sequence + 2)
-                ages = [one.workers[0].heartbeat_age_s or 0.0 for one in (first, later)]
-                assert ages[1] > ages[0] + 0.3
-                assert later.workers[0].state is DeviceState.RUNNING
-
-    run(work())
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon():
+            await fleet.actuator.wait_for("connected", "host-1")
+            # A launcher that is cut off without a detach: a raw connection.
+            _, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
+            hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
+            worker = '{"local_rank":0,"global_rank":0,"state":"running","heartbeat_age_s":0.0}'
+            report = f'{{"report":{{"sequence":1,"attempt":0,"workers":[{worker}]}}}}'
+            writer.write(f"{hello}\n{report}\n".encode())
+            first = await fleet.reported(lambda one: len(one.workers) == 1)
+            late = await fleet.command(restart("c1", deadline_s=0.3))
+            assert late.status is OutcomeStatus.TIMED_OUT
+            assert late.text == "the launcher did not answer within 0.3 s"
+            writer.close()
+            later = await fleet.reported(lambda one: one.sequence > first.sequence + 2)
+            ages = [one.workers[0].heartbeat_age_s or 0.0 for one in (first, later)]
+            assert ages[1] > ages[0] + 0.3
+            assert later.workers[0].state is DeviceState.RUNNING
 
 
-def test_a_command_fails_at_once_when_its_launcher_disconnects(tmp_path: Path) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon():
-                await fleet.actuator.wait_for("connected", "host-1")
-                reader, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
-                hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
-                writer.write(f"{hello}\n".encode())
-                await reader.readline()  # the welcome
-                asked = asyncio.create_task(fleet.command(restart("c1", deadline_s=3600.0)))
-                assert b'"command"' in await asyncio.wait_for(reader.readline(), WAIT_S)
-                writer.close()
-                failed = await asyncio.wait_for(asked, WAIT_S)
-                assert failed.status is OutcomeStatus.FAILED
-                assert failed.text.startswith("the launcher disconnected before its outcome came")
-
-    run(work())
+async def test_a_command_fails_at_once_when_its_launcher_disconnects(tmp_path: Path) -> None:
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon():
+            await fleet.actuator.wait_for("connected", "host-1")
+            reader, writer = await asyncio.open_connection("127.0.0.1", fleet.launcher_port)
+            hello = '{"hello":{"protocol":1,"kind":"launcher","key":"raw","workload":{"workload":"job"}}}'
+            writer.write(f"{hello}\n".encode())
+            await reader.readline()  # the welcome
+            asked = asyncio.create_task(fleet.command(restart("c1", deadline_s=3600.0)))
+            assert b'"command"' in await asyncio.wait_for(reader.readline(), WAIT_S)
+            writer.close()
+            failed = await asyncio.wait_for(asked, WAIT_S)
+            assert failed.status is OutcomeStatus.FAILED
+            assert failed.text.startswith("the launcher disconnected before its outcome came")
 
 
-def test_a_daemon_speaks_tls_in_both_directions(tmp_path: Path, authority: Authority) -> None:
-    async def work() -> None:
-        control = authority.security(*CONTROL)
-        fleet = Fleet(tmp_path, control)
-        certificate, key = authority.issue(HOST)
-        files = {"CA": authority.path, "CERT": certificate, "KEY": key}
-        async with fleet.serve():
-            with fleet.daemon(**{f"SUPERVISOR_TLS_{name}": str(path) for name, path in files.items()}):
-                await fleet.sensor.wait_for("connected", "host-1")
-                await fleet.actuator.wait_for("connected", "host-1")
-                async with Remote(f"127.0.0.1:{fleet.port}", control) as remote:
-                    assert (await probe_daemon(remote, timeout_s=WAIT_S)).host == "host-1"
-                async with Remote(f"127.0.0.1:{fleet.port}", Security(plaintext=True)) as remote:
-                    with pytest.raises(Unreachable):
-                        await probe_daemon(remote, timeout_s=WAIT_S)
-
-    run(work())
+async def test_a_daemon_speaks_tls_in_both_directions(tmp_path: Path, authority: Authority) -> None:
+    control = authority.security(*CONTROL)
+    fleet = Fleet(tmp_path, control)
+    certificate, key = authority.issue(HOST)
+    files = {"CA": authority.path, "CERT": certificate, "KEY": key}
+    async with fleet.serve():
+        with fleet.daemon(**{f"SUPERVISOR_TLS_{name}": str(path) for name, path in files.items()}):
+            await fleet.sensor.wait_for("connected", "host-1")
+            await fleet.actuator.wait_for("connected", "host-1")
+            async with Remote(f"127.0.0.1:{fleet.port}", control) as remote:
+                assert (await probe_daemon(remote, timeout_s=WAIT_S)).host == "host-1"
+            async with Remote(f"127.0.0.1:{fleet.port}", Security(plaintext=True)) as remote:
+                with pytest.raises(Unreachable):
+                    await probe_daemon(remote, timeout_s=WAIT_S)
 
 
-def test_a_daemon_with_a_token_and_no_certificate_reports_and_has_no_second_path(
+async def test_a_daemon_with_a_token_and_no_certificate_reports_and_has_no_second_path(
     tmp_path: Path, authority: Authority, token_file: Path
 ) -> None:
-    async def work() -> None:
-        certificate, key = authority.issue(*CONTROL)
-        tokens = TokenFile(token_file, "SUPERVISOR_TOKEN_FILE")
-        server = Security(certificate=certificate, key=key, authority=authority.path, tokens=tokens)
-        fleet = Fleet(tmp_path, server)
-        env = {"SUPERVISOR_TLS_CA": str(authority.path), "SUPERVISOR_TOKEN_FILE": str(token_file)}
-        async with fleet.serve():
-            with fleet.daemon(**env) as daemon:
-                await fleet.sensor.wait_for("connected", "host-1")
-                assert "no second path to this host" in daemon.output
-
-    run(work())
+    certificate, key = authority.issue(*CONTROL)
+    tokens = TokenFile(token_file, "SUPERVISOR_TOKEN_FILE")
+    server = Security(certificate=certificate, key=key, authority=authority.path, tokens=tokens)
+    fleet = Fleet(tmp_path, server)
+    env = {"SUPERVISOR_TLS_CA": str(authority.path), "SUPERVISOR_TOKEN_FILE": str(token_file)}
+    async with fleet.serve():
+        with fleet.daemon(**env) as daemon:
+            await fleet.sensor.wait_for("connected", "host-1")
+            assert "no second path to this host" in daemon.output
 
 
 @pytest.mark.parametrize(
@@ -379,33 +362,28 @@ def test_a_fence_that_cannot_be_read_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_host_checks_itself_when_its_launcher_has_ended_and_its_sensor_hears_how_it_is(
+async def test_a_host_checks_itself_when_its_launcher_has_ended_and_its_sensor_hears_how_it_is(
     tmp_path: Path,
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        check = HostCommand(
-            epoch=1, id="c1", kind=HostCommandKind.CHECK_HOST, workload="", deadline_s=2 * WAIT_S
-        )
-        async with fleet.serve():
-            with fleet.daemon():
-                await fleet.actuator.wait_for("connected", "host-1")
-                with Job(fleet) as job:
-                    await fleet.told(HostInfo, lambda host: host.workload == "job")
-                    asked = asyncio.create_task(fleet.command(check))
-                    # Commands are carried out side by side: that of the check waits.
-                    assert (await fleet.command(restart("c2"))).status is OutcomeStatus.DONE
-                    assert not asked.done()
-                    await asyncio.to_thread(job.link.close)
-                done = await asyncio.wait_for(asked, 3 * WAIT_S)
-                report = await fleet.reported(lambda report: bool(report.findings))
-                (found,) = report.findings
-                assert found.type is EventType.NODE_CHECK
-                assert done.status is OutcomeStatus.DONE
-                assert done.text.startswith(found.evidence.cause)
-                assert (found.evidence.witness, found.evidence.id[-9:]) == ("check", "/check/c1")
-
-    run(work())
+    fleet = Fleet(tmp_path)
+    check = HostCommand(epoch=1, id="c1", kind=HostCommandKind.CHECK_HOST, workload="", deadline_s=2 * WAIT_S)
+    async with fleet.serve():
+        with fleet.daemon():
+            await fleet.actuator.wait_for("connected", "host-1")
+            with Job(fleet) as job:
+                await fleet.told(HostInfo, lambda host: host.workload == "job")
+                asked = asyncio.create_task(fleet.command(check))
+                # Commands are carried out side by side: that of the check waits.
+                assert (await fleet.command(restart("c2"))).status is OutcomeStatus.DONE
+                assert not asked.done()
+                await asyncio.to_thread(job.link.close)
+            done = await asyncio.wait_for(asked, 3 * WAIT_S)
+            report = await fleet.reported(lambda report: bool(report.findings))
+            (found,) = report.findings
+            assert found.type is EventType.NODE_CHECK
+            assert done.status is OutcomeStatus.DONE
+            assert done.text.startswith(found.evidence.cause)
+            assert (found.evidence.witness, found.evidence.id[-9:]) == ("check", "/check/c1")
 
 
 def test_a_check_ends_without_a_word_when_a_launcher_comes(tmp_path: Path) -> None:

@@ -33,7 +33,6 @@ from supervisor.plain import InvalidValue
 from supervisor.protocol import host_commands
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
 from supervisor.values import DeviceState, LauncherState, OutcomeStatus
-from tests.asynchronous import run
 from tests.launch.conftest import WAIT, WORKER, Launch, events, launch, leaves_nothing, ready, temporary
 from tests.ports import free_ports
 from tests.supervisor_wire.fleet import ROOT, Fleet
@@ -65,148 +64,138 @@ def command(id: str, kind: HostCommandKind, *, attempt: int | None = None) -> Ho
 
 
 @pytest.mark.slow
-def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
+async def test_the_supervisor_sees_what_the_launcher_knows_and_can_ask_it_for_things(
     launch: Launch, leaves_nothing: Callable[[Program], None], tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon() as daemon:
-                await elsewhere(lambda: daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT))
-                job = await elsewhere(lambda: start(launch, fleet.launcher_port))
-                _, victim = [await elsewhere(lambda rank=rank: ready(job, rank)) for rank in (0, 1)]
-                # States, steps and their ages, and what the job is.
-                first = await fleet.reported(
-                    lambda report: (
-                        len(report.workers) == 2
-                        and all(
-                            (worker.step or 0) > 10 and (worker.step_age_s or 9) < 5
-                            for worker in report.workers
-                        )
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon() as daemon:
+            await elsewhere(lambda: daemon.wait_for_line("host daemon of host-1 ready", timeout=WAIT))
+            job = await elsewhere(lambda: start(launch, fleet.launcher_port))
+            _, victim = [await elsewhere(lambda rank=rank: ready(job, rank)) for rank in (0, 1)]
+            # States, steps and their ages, and what the job is.
+            first = await fleet.reported(
+                lambda report: (
+                    len(report.workers) == 2
+                    and all(
+                        (worker.step or 0) > 10 and (worker.step_age_s or 9) < 5 for worker in report.workers
                     )
                 )
-                assert (first.attempt, first.launcher) == (0, LauncherState.RUNNING)
-                paced = await fleet.reported(
-                    lambda report: report.condition is not None and bool(report.condition.usual_step_s)
-                )
-                assert paced.condition.still_s is None
-                assert {worker.state for worker in first.workers} == {DeviceState.RUNNING}
-                assert [worker.kept_step for worker in first.workers] == [0, 0]
-                workload = next(v for _, _, v in fleet.sensor.told if isinstance(v, values.WorkloadInfo))
-                assert (workload.workload, workload.container, workload.max_in_job_restarts) == (
-                    "job",
-                    "c",
-                    1,
-                )
-                # Which start of the job it is, the same for all its attempts.
-                known = await fleet.told(values.WorkloadInfo, lambda one: one.run == first.run)
-                assert (len(known.run), known.first_attempt) == (32, 0)
-                # A failure that the launcher itself does something about.
-                os.kill(victim, signal.SIGKILL)
-                second = await fleet.reported(
-                    lambda report: report.attempt == 1 and report.launcher is LauncherState.RUNNING
-                )
-                assert second.run == first.run
-                # What it says about that comes in each report from then on.
-                (killed,) = second.findings
-                assert (killed.ranks, killed.attempt, killed.run) == ((1,), 0, first.run)
-                evidence = killed.evidence
-                assert (evidence.cause, evidence.advice, evidence.witness) == (
-                    "killed",
-                    "restart",
-                    "launcher",
-                )
-                assert evidence.text in job.output
-                # Asked to restart in place: also with no restart left, and once for each attempt.
-                done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS, attempt=1))
-                assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 1 ends")
-                await fleet.reported(lambda report: report.attempt == 2 and len(report.workers) == 2)
-                again = await fleet.command(command("c2", HostCommandKind.RESTART_RANKS, attempt=1))
-                assert again.text == "attempt 2 runs already"
-                for rank in (0, 1):
-                    await elsewhere(lambda rank=rank: ready(job, rank, attempt=2))
-                # Stacks of living ranks.
-                stacks = await fleet.command(command("c3", HostCommandKind.DUMP_STACKS))
-                assert stacks.status is OutcomeStatus.DONE
-                assert stacks.text.count("in ") >= 2
-                assert "rank 1: File" in stacks.text
-                assert "in train_forever" in job.output
-                job.signal(signal.SIGTERM)
-                assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 0
-                ended = await fleet.reported(lambda report: report.launcher is LauncherState.STOPPING)
-                assert ended.attempt == 2
-        assert "made" in job.output
-        assert LOST not in job.output
-        causes = [event.fields["cause"] for event in events(tmp_path / "run", EventType.FAULT_DETECTED)]
-        assert causes == ["SIGKILL", "the supervisor asked for a restart: test"]
-        leaves_nothing(job)
+            )
+            assert (first.attempt, first.launcher) == (0, LauncherState.RUNNING)
+            paced = await fleet.reported(
+                lambda report: report.condition is not None and bool(report.condition.usual_step_s)
+            )
+            assert paced.condition.still_s is None
+            assert {worker.state for worker in first.workers} == {DeviceState.RUNNING}
+            assert [worker.kept_step for worker in first.workers] == [0, 0]
+            workload = next(v for _, _, v in fleet.sensor.told if isinstance(v, values.WorkloadInfo))
+            assert (workload.workload, workload.container, workload.max_in_job_restarts) == (
+                "job",
+                "c",
+                1,
+            )
+            # Which start of the job it is, the same for all its attempts.
+            known = await fleet.told(values.WorkloadInfo, lambda one: one.run == first.run)
+            assert (len(known.run), known.first_attempt) == (32, 0)
+            # A failure that the launcher itself does something about.
+            os.kill(victim, signal.SIGKILL)
+            second = await fleet.reported(
+                lambda report: report.attempt == 1 and report.launcher is LauncherState.RUNNING
+            )
+            assert second.run == first.run
+            # What it says about that comes in each report from then on.
+            (killed,) = second.findings
+            assert (killed.ranks, killed.attempt, killed.run) == ((1,), 0, first.run)
+            evidence = killed.evidence
+            assert (evidence.cause, evidence.advice, evidence.witness) == (
+                "killed",
+                "restart",
+                "launcher",
+            )
+            assert evidence.text in job.output
+            # Asked to restart in place: also with no restart left, and once for each attempt.
+            done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS, attempt=1))
+            assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 1 ends")
+            await fleet.reported(lambda report: report.attempt == 2 and len(report.workers) == 2)
+            again = await fleet.command(command("c2", HostCommandKind.RESTART_RANKS, attempt=1))
+            assert again.text == "attempt 2 runs already"
+            for rank in (0, 1):
+                await elsewhere(lambda rank=rank: ready(job, rank, attempt=2))
+            # Stacks of living ranks.
+            stacks = await fleet.command(command("c3", HostCommandKind.DUMP_STACKS))
+            assert stacks.status is OutcomeStatus.DONE
+            assert stacks.text.count("in ") >= 2
+            assert "rank 1: File" in stacks.text
+            assert "in train_forever" in job.output
+            job.signal(signal.SIGTERM)
+            assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 0
+            ended = await fleet.reported(lambda report: report.launcher is LauncherState.STOPPING)
+            assert ended.attempt == 2
+    assert "made" in job.output
+    assert LOST not in job.output
+    causes = [event.fields["cause"] for event in events(tmp_path / "run", EventType.FAULT_DETECTED)]
+    assert causes == ["SIGKILL", "the supervisor asked for a restart: test"]
+    leaves_nothing(job)
 
-    run(work())
 
-
-def test_a_failure_that_the_launcher_can_do_nothing_about_is_left_to_the_supervisor(
+async def test_a_failure_that_the_launcher_can_do_nothing_about_is_left_to_the_supervisor(
     launch: Launch, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon():
-                job = await elsewhere(
-                    lambda: start(launch, fleet.launcher_port, "--max-restarts=0", script=(WORKER, "wait"))
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon():
+            job = await elsewhere(
+                lambda: start(launch, fleet.launcher_port, "--max-restarts=0", script=(WORKER, "wait"))
+            )
+            victim = await elsewhere(lambda: ready(job, 1))
+            await fleet.reported(lambda report: len(report.workers) == 2)
+            os.kill(victim, signal.SIGKILL)
+            assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
+            given_up = await fleet.reported(lambda report: report.launcher is LauncherState.GAVE_UP)
+            assert given_up.workers[-1].state is DeviceState.FAILED
+            assert given_up.condition.requeue is Requeue.LATER
+            assert given_up.condition.why.startswith("no restart is left: rank 1 on ")
+            # It has detached, and the failure is what is left.
+            await fleet.reported(
+                lambda report: (
+                    [(one.local_rank, one.state) for one in report.workers] == [(1, DeviceState.FAILED)]
                 )
-                victim = await elsewhere(lambda: ready(job, 1))
-                await fleet.reported(lambda report: len(report.workers) == 2)
-                os.kill(victim, signal.SIGKILL)
-                assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
-                given_up = await fleet.reported(lambda report: report.launcher is LauncherState.GAVE_UP)
-                assert given_up.workers[-1].state is DeviceState.FAILED
-                assert given_up.condition.requeue is Requeue.LATER
-                assert given_up.condition.why.startswith("no restart is left: rank 1 on ")
-                # It has detached, and the failure is what is left.
-                await fleet.reported(
-                    lambda report: (
-                        [(one.local_rank, one.state) for one in report.workers] == [(1, DeviceState.FAILED)]
-                    )
-                )
-
-    run(work())
+            )
 
 
 @pytest.mark.slow
-def test_ranks_of_all_hosts_restart_when_one_is_asked_and_a_host_that_is_asked_to_leave_leaves(
+async def test_ranks_of_all_hosts_restart_when_one_is_asked_and_a_host_that_is_asked_to_leave_leaves(
     launch: Launch, tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon():
-                place = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
-                pair = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=pair", "--local-addr=127.0.0.1", place)
-                conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=6,join_timeout=60,is_host="
-                # The launcher of the other host is connected to no daemon.
-                other = launch(*pair, f"{conf}1", "--job-name=job", STEPPER, run_dir=tmp_path / "other")
-                # Commands wake a launcher, whatever its monitor interval.
-                flags = (*pair, f"{conf}0", "--monitor-interval=30")
-                job = await elsewhere(lambda: start(launch, fleet.launcher_port, *flags))
-                await fleet.reported(lambda report: len(report.workers) == 1)
-                done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS))
-                assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 0 ends")
-                for host in (job, other):
-                    await elsewhere(
-                        lambda host=host: host.wait_for_line(r"rank \d attempt 1 .* ready", timeout=WAIT)
-                    )
-                left = await fleet.command(command("c2", HostCommandKind.LEAVE))
-                assert (left.status, left.text) == (OutcomeStatus.DONE, "this host leaves the job")
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon():
+            place = f"--rdzv-endpoint=127.0.0.1:{free_ports(1)[0]}"
+            pair = ("--nnodes=2", "--nproc-per-node=1", "--rdzv-id=pair", "--local-addr=127.0.0.1", place)
+            conf = "--rdzv-conf=keep_alive_interval=1,keep_alive_max_attempt=6,join_timeout=60,is_host="
+            # The launcher of the other host is connected to no daemon.
+            other = launch(*pair, f"{conf}1", "--job-name=job", STEPPER, run_dir=tmp_path / "other")
+            # Commands wake a launcher, whatever its monitor interval.
+            flags = (*pair, f"{conf}0", "--monitor-interval=30")
+            job = await elsewhere(lambda: start(launch, fleet.launcher_port, *flags))
+            await fleet.reported(lambda report: len(report.workers) == 1)
+            done = await fleet.command(command("c1", HostCommandKind.RESTART_RANKS))
+            assert (done.status, done.text) == (OutcomeStatus.DONE, "attempt 0 ends")
+            for host in (job, other):
                 await elsewhere(
-                    lambda: other.wait_for_line("attempt 1 ends: hosts left: 127.0.0.1", timeout=WAIT)
+                    lambda host=host: host.wait_for_line(r"rank \d attempt 1 .* ready", timeout=WAIT)
                 )
-                assert job.returncode is None  # the orchestrator ends it
-                job.signal(signal.SIGTERM)
-                assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
-        said = "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
-        assert said in job.output
-
-    run(work())
+            left = await fleet.command(command("c2", HostCommandKind.LEAVE))
+            assert (left.status, left.text) == (OutcomeStatus.DONE, "this host leaves the job")
+            await elsewhere(
+                lambda: other.wait_for_line("attempt 1 ends: hosts left: 127.0.0.1", timeout=WAIT)
+            )
+            assert job.returncode is None  # the orchestrator ends it
+            job.signal(signal.SIGTERM)
+            assert await elsewhere(lambda: job.wait(timeout=WAIT)) == 1
+    said = "this host leaves the job, because it is unhealthy: the supervisor asked for it: test"
+    assert said in job.output
 
 
 @pytest.mark.slow

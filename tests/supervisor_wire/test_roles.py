@@ -135,16 +135,13 @@ def test_the_rules_name_each_call_of_the_protocol() -> None:
     assert {f"{one.descriptor.name}.{name}" for one in services for name in one.handlers} == set(METHODS)
 
 
-def test_each_call_is_for_one_role_by_its_certificate(authority: Authority) -> None:
-    async def work() -> None:
-        async with served(authority.security(HOST, *CONTROL)) as address:
-            for caller, names in CALLERS.items():
-                async with Remote(address, authority.security(*names)) as remote:
-                    for name in METHODS:
-                        allowed = RULES[name][1] == caller
-                        assert (await reason_of(remote, name) not in REFUSALS) is allowed, (caller, name)
-
-    run(work())
+async def test_each_call_is_for_one_role_by_its_certificate(authority: Authority) -> None:
+    async with served(authority.security(HOST, *CONTROL)) as address:
+        for caller, names in CALLERS.items():
+            async with Remote(address, authority.security(*names)) as remote:
+                for name in METHODS:
+                    allowed = RULES[name][1] == caller
+                    assert (await reason_of(remote, name) not in REFUSALS) is allowed, (caller, name)
 
 
 def test_each_call_is_for_one_role_by_its_token(tmp_path: Path) -> None:
@@ -249,18 +246,15 @@ def test_no_command_of_an_absurd_epoch_is_taken_by_an_actuator(epoch: int) -> No
         ),
     ],
 )
-def test_a_host_speaks_for_itself_only(
+async def test_a_host_speaks_for_itself_only(
     names: tuple[str, ...], said: Any, sentence: str, authority: Authority
 ) -> None:
-    async def work() -> None:
-        async with (
-            served(authority.security(*CONTROL)) as address,
-            Remote(address, authority.security(*names)) as remote,
-        ):
-            for name in ("Sensor.Connect", "Actuator.Connect"):
-                async with remote.stream(METHODS[name]) as stream:
-                    await stream.send(said)
-                    with pytest.raises(Refused, match=sentence):
-                        await stream.receive()
-
-    run(work())
+    async with (
+        served(authority.security(*CONTROL)) as address,
+        Remote(address, authority.security(*names)) as remote,
+    ):
+        for name in ("Sensor.Connect", "Actuator.Connect"):
+            async with remote.stream(METHODS[name]) as stream:
+                await stream.send(said)
+                with pytest.raises(Refused, match=sentence):
+                    await stream.receive()

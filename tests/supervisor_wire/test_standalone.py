@@ -14,7 +14,6 @@ from resiliency.testing import ManualClock
 from supervisor.daemon.standalone import read_annotations
 from supervisor.daemon.workers import HostWorkers
 from supervisor.values import DaemonReport, DeviceState, HostFacts, HostInfo, PodFacts, WorkloadInfo
-from tests.asynchronous import run
 from tests.supervisor_wire.fleet import Fleet
 
 ALL = {
@@ -131,19 +130,16 @@ def test_programs_and_launchers_go_before_the_pod_and_thresholds_count_once_step
 
 
 @pytest.mark.leaks("descriptors", reason="gRPC's own pollers")
-def test_a_daemon_in_standalone_mode_reports_the_job_of_its_pod(tmp_path: Path) -> None:
-    async def work() -> None:
-        facts = HostFacts(pod=pod(**{**ALL, "max-workload-restarts": "many"}))
-        fleet = Fleet(tmp_path)
-        async with fleet.serve():
-            with fleet.daemon("--enable_standalone_mode") as daemon:
-                await fleet.actuator.wait_for("connected", "host-1")
-                assert fleet.actuator_streams.try_send_facts("host-1", facts)
-                report: DaemonReport = await fleet.reported(lambda report: len(report.workers) == 2)
-                assert {worker.state for worker in report.workers} == {DeviceState.RUNNING}
-                job = await fleet.told(WorkloadInfo, lambda workload: workload.workload == "a")
-                assert (job.replicas, job.max_workload_restarts) == (2, 0)
-                line = "annotation supervisor/max-workload-restarts must be a whole number from 0 on"
-                await asyncio.to_thread(daemon.wait_for_line, line, timeout=60.0)
-
-    run(work())
+async def test_a_daemon_in_standalone_mode_reports_the_job_of_its_pod(tmp_path: Path) -> None:
+    facts = HostFacts(pod=pod(**{**ALL, "max-workload-restarts": "many"}))
+    fleet = Fleet(tmp_path)
+    async with fleet.serve():
+        with fleet.daemon("--enable_standalone_mode") as daemon:
+            await fleet.actuator.wait_for("connected", "host-1")
+            assert fleet.actuator_streams.try_send_facts("host-1", facts)
+            report: DaemonReport = await fleet.reported(lambda report: len(report.workers) == 2)
+            assert {worker.state for worker in report.workers} == {DeviceState.RUNNING}
+            job = await fleet.told(WorkloadInfo, lambda workload: workload.workload == "a")
+            assert (job.replicas, job.max_workload_restarts) == (2, 0)
+            line = "annotation supervisor/max-workload-restarts must be a whole number from 0 on"
+            await asyncio.to_thread(daemon.wait_for_line, line, timeout=60.0)

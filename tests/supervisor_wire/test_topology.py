@@ -40,14 +40,11 @@ PLACE = HostFacts(subblock="s1", superblock="b1", zone="us-east5-a")
         ({}, HostFacts()),
     ],
 )
-def test_what_the_metadata_server_says_is_the_place_of_the_host(
+async def test_what_the_metadata_server_says_is_the_place_of_the_host(
     values: dict[str, str], place: HostFacts
 ) -> None:
-    async def work() -> None:
-        async with metadata_server(values) as address:
-            assert await find_place(address, pauses_s=()) == place
-
-    run(work())
+    async with metadata_server(values) as address:
+        assert await find_place(address, pauses_s=()) == place
 
 
 def test_a_server_that_is_missing_another_or_silent_holds_up_nothing(
@@ -100,35 +97,32 @@ async def placed(fleet: Fleet, *domains: str) -> None:
 
 @pytest.mark.thorough("tests/supervisor/test_wanted.py compares places")
 @pytest.mark.slow
-def test_ranks_and_supervisor_know_the_place_of_the_host_and_the_next_attempt_a_new_one(
+async def test_ranks_and_supervisor_know_the_place_of_the_host_and_the_next_attempt_a_new_one(
     launch: Launch, leaves_nothing: Callable[[Program], None], tmp_path: Path
 ) -> None:
-    async def work() -> None:
-        fleet = Fleet(tmp_path)
-        async with fleet.serve(), metadata_server(VALUES) as (address, port):
-            with fleet.daemon("--enable_topology_aware_scheduling", GCE_METADATA_HOST=f"{address}:{port}"):
-                await placed(fleet, "subblock=s1", "superblock=b1", "zone=us-east5-a")
-                flags = ("--nnodes=1", "--nproc-per-node=1", "--use-supervisor", "--container-name=c")
-                flags += (
-                    "--workload-name=job",
-                    "--job-name=job",
-                    f"--host-daemon-port={fleet.launcher_port}",
-                )
-                job = await asyncio.to_thread(lambda: launch(*flags, STEPPER))
-                await asyncio.to_thread(lambda: ready(job, 0))
-                assert "rank 0 attempt 0 is in subblock=s1,superblock=b1,zone=us-east5-a" in job.output
-                # A person labels the node; what runs stays as it is until its ranks start again.
-                await fleet.actuator.wait_for("connected", "host-1")
-                assert fleet.actuator_streams.try_send_facts("host-1", HostFacts(subblock="rack-7"))
-                await placed(fleet, "subblock=rack-7", "superblock=b1", "zone=us-east5-a")
-                restart = HostCommand(
-                    epoch=1, id="c1", kind=HostCommandKind.RESTART_RANKS, workload="job", attempt=0
-                )
-                await fleet.command(restart)
-                await asyncio.to_thread(lambda: ready(job, 0, attempt=1))
-                assert "rank 0 attempt 1 is in subblock=rack-7,superblock=b1,zone=us-east5-a" in job.output
-                job.signal(signal.SIGTERM)
-                assert await asyncio.to_thread(lambda: job.wait(timeout=WAIT)) == 0
-        leaves_nothing(job)
-
-    run(work())
+    fleet = Fleet(tmp_path)
+    async with fleet.serve(), metadata_server(VALUES) as (address, port):
+        with fleet.daemon("--enable_topology_aware_scheduling", GCE_METADATA_HOST=f"{address}:{port}"):
+            await placed(fleet, "subblock=s1", "superblock=b1", "zone=us-east5-a")
+            flags = ("--nnodes=1", "--nproc-per-node=1", "--use-supervisor", "--container-name=c")
+            flags += (
+                "--workload-name=job",
+                "--job-name=job",
+                f"--host-daemon-port={fleet.launcher_port}",
+            )
+            job = await asyncio.to_thread(lambda: launch(*flags, STEPPER))
+            await asyncio.to_thread(lambda: ready(job, 0))
+            assert "rank 0 attempt 0 is in subblock=s1,superblock=b1,zone=us-east5-a" in job.output
+            # A person labels the node; what runs stays as it is until its ranks start again.
+            await fleet.actuator.wait_for("connected", "host-1")
+            assert fleet.actuator_streams.try_send_facts("host-1", HostFacts(subblock="rack-7"))
+            await placed(fleet, "subblock=rack-7", "superblock=b1", "zone=us-east5-a")
+            restart = HostCommand(
+                epoch=1, id="c1", kind=HostCommandKind.RESTART_RANKS, workload="job", attempt=0
+            )
+            await fleet.command(restart)
+            await asyncio.to_thread(lambda: ready(job, 0, attempt=1))
+            assert "rank 0 attempt 1 is in subblock=rack-7,superblock=b1,zone=us-east5-a" in job.output
+            job.signal(signal.SIGTERM)
+            assert await asyncio.to_thread(lambda: job.wait(timeout=WAIT)) == 0
+    leaves_nothing(job)

@@ -253,21 +253,18 @@ class EndedTwice:
     async def send(self, message: Any) -> None: ...
 
 
-def test_a_host_is_lost_also_where_its_handler_is_cancelled_again_while_it_ends() -> None:
-    async def work() -> None:
-        listener, stream = Listener(), EndedTwice()
-        streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
-        handler = asyncio.ensure_future(streams.connect(cast(ServerStream, stream)))
-        await listener.wait_for("connected", "host-1")
-        await asyncio.sleep(0)
-        handler.cancel()
-        await stream.ending.wait()
-        handler.cancel()
-        await asyncio.wait({handler})
-        assert streams.hosts == {}
-        assert [kind for kind, _, _ in listener.told] == ["connected", "lost"]
-
-    run(work())
+async def test_a_host_is_lost_also_where_its_handler_is_cancelled_again_while_it_ends() -> None:
+    listener, stream = Listener(), EndedTwice()
+    streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
+    handler = asyncio.ensure_future(streams.connect(cast(ServerStream, stream)))
+    await listener.wait_for("connected", "host-1")
+    await asyncio.sleep(0)
+    handler.cancel()
+    await stream.ending.wait()
+    handler.cancel()
+    await asyncio.wait({handler})
+    assert streams.hosts == {}
+    assert [kind for kind, _, _ in listener.told] == ["connected", "lost"]
 
 
 @pytest.mark.parametrize(
@@ -322,248 +319,218 @@ def test_a_host_that_sends_too_often_is_cut_off(caplog: pytest.LogCaptureFixture
     assert "refused: host host-1 sends more than 50 messages a second." in caplog.text
 
 
-def test_a_stream_is_made_again_when_the_server_is_back() -> None:
-    async def work() -> None:
-        listener = Listener()
-        streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
-        service = sensor_service(streams, TestSensor())
+async def test_a_stream_is_made_again_when_the_server_is_back() -> None:
+    listener = Listener()
+    streams = HostStreams(part="sensor", report_period_s=5.0, listener=listener)
+    service = sensor_service(streams, TestSensor())
 
-        async def use(stream: ClientStream) -> None:
-            await stream.send(hello())
-            while True:
-                await stream.receive()
+    async def use(stream: ClientStream) -> None:
+        await stream.send(hello())
+        while True:
+            await stream.receive()
 
-        async with serve([service], address="127.0.0.1", port=0, security=PLAIN) as port:
-            backoff = Backoff(first_s=0.02, most_s=0.1)
-            remote = Remote(f"127.0.0.1:{port}", PLAIN)
-            keeper = asyncio.create_task(
-                keep_stream(remote, SENSOR_CONNECT, use, what="sensor", backoff=backoff)
-            )
-            await listener.wait_for("connected", "host-1")
-        await listener.wait_for("lost", "host-1")
-        async with serve([service], address="127.0.0.1", port=port, security=PLAIN):
-            await listener.wait_for("connected", "host-1", count=2)
-            keeper.cancel()
-            await asyncio.gather(keeper, return_exceptions=True)
-
-    run(work())
+    async with serve([service], address="127.0.0.1", port=0, security=PLAIN) as port:
+        backoff = Backoff(first_s=0.02, most_s=0.1)
+        remote = Remote(f"127.0.0.1:{port}", PLAIN)
+        keeper = asyncio.create_task(keep_stream(remote, SENSOR_CONNECT, use, what="sensor", backoff=backoff))
+        await listener.wait_for("connected", "host-1")
+    await listener.wait_for("lost", "host-1")
+    async with serve([service], address="127.0.0.1", port=port, security=PLAIN):
+        await listener.wait_for("connected", "host-1", count=2)
+        keeper.cancel()
+        await asyncio.gather(keeper, return_exceptions=True)
 
 
 # ------------------------------------------------------------------------------------------- calls
 
 
-def test_events_outcomes_and_commands_reach_their_handlers() -> None:
-    async def work() -> None:
-        seen: list[Observations] = []
-        ended: list[Outcome] = []
+async def test_events_outcomes_and_commands_reach_their_handlers() -> None:
+    seen: list[Observations] = []
+    ended: list[Outcome] = []
 
-        async def on_observations(one: Observations) -> int:
-            seen.append(one)
-            return 7
+    async def on_observations(one: Observations) -> int:
+        seen.append(one)
+        return 7
 
-        async def on_outcomes(outcomes: tuple[Outcome, ...]) -> None:
-            ended.extend(outcomes)
+    async def on_outcomes(outcomes: tuple[Outcome, ...]) -> None:
+        ended.extend(outcomes)
 
-        known = [host(f"h{number}") for number in range(3)]
+    known = [host(f"h{number}") for number in range(3)]
 
-        def page(after: str) -> Known:
-            rest = [one for one in known if one.id > after]
-            jobs = () if after else (WorkloadInfo(workload="job"),)
-            return Known(
-                epoch=7,
-                workloads=jobs,
-                hosts=tuple(rest[:2]),
-                more=len(rest) > 2,
-                progress=() if after else (Progress(workload="job", step=7, attempt=3, age_s=1.5),),
-            )
-
-        streams = HostStreams(part="actuator", report_period_s=5.0, listener=Listener())
-        sights = [
-            HostSight(
-                host=one.id,
-                connected=True,
-                age_s=0.5,
-                silent=False,
-                attempt=2,
-                launcher=LauncherState.RUNNING,
-                steps=((0, 12),),
-            )
-            for one in known
-        ]
-        holding = {"c1": EvidenceCheck(holds=True, attempt=4), "c2": EvidenceCheck(holds=False)}
-        sensor = TestSensor(holding=holding, seen=sights)
-        actuator = TestActuator(there={"h0": True, "h1": False})
-        services = [
-            controller_service(on_observations, on_outcomes, page),
-            actuator_service(streams, actuator),
-            sensor_service(streams, sensor),
-        ]
-        probe = Probe(host="host-1", incarnation="a1", age_s=3.5, report=report(3))
-        services.append(daemon_service(lambda: probe))
-        many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
-        silence = Silence(frozen=True, silent=3, hosts=4)
-        few = Observations(progress=(Progress(workload="job", step=3),), silence=silence)
-        command = Command(epoch=1, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
-        outcome = Outcome(command="c1", epoch=1, status=OutcomeStatus.DONE)
-        async with (
-            serve(services, address="127.0.0.1", port=0, security=PLAIN) as port,
-            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
-        ):
-            assert await send_observations(remote, many, deadline_s=WAIT_S) == 7
-            await send_observations(remote, few, deadline_s=WAIT_S)
-            await send_commands(remote, [command], deadline_s=WAIT_S)
-            await send_outcomes(remote, [outcome], deadline_s=WAIT_S)
-            assert await probe_daemon(remote, timeout_s=WAIT_S) == probe
-            for name, answer in (*holding.items(), ("c3", EvidenceCheck(holds=None))):
-                asked = replace(command, id=name)
-                assert await ask_evidence(remote, asked, timeout_s=WAIT_S) == answer
-            for name, there in (("h0", True), ("h1", False), ("h2", None)):
-                assert await ask_orchestrator(remote, name, timeout_s=WAIT_S) is there
-            told = await ask_known(remote, timeout_s=WAIT_S)
-            assert told == Known(
-                epoch=7,
-                workloads=(WorkloadInfo(workload="job"),),
-                hosts=tuple(known),
-                progress=(Progress(workload="job", step=7, attempt=3, age_s=1.5),),
-            )
-            assert await ask_sights(remote, timeout_s=WAIT_S) == sights
-            evidence = Evidence(id="o1", witness="orchestrator")
-            await send_change(remote, "h1", Change.GONE, evidence, deadline_s=WAIT_S)
-            await send_thaw(remote, timeout_s=WAIT_S)
-        assert [len(one.hosts) for one in seen] == [BATCH_ITEMS, 1, 0]
-        assert seen[0].hosts + seen[1].hosts == many.hosts
-        assert seen[2] == few
-        assert (actuator.commands, ended) == ([command], [outcome])
-        assert (sensor.changes, sensor.thawed) == ([("h1", Change.GONE, evidence)], 1)
-
-    run(work())
-
-
-def test_hosts_of_many_workers_with_long_names_go_in_as_many_batches_as_fit_messages() -> None:
-    async def work() -> None:
-        long = "n" * (MAX_NAME_CHARS - 4)
-        workers = tuple(
-            WorkerInfo(id=f"{long}{rank}", local_rank=rank, global_rank=rank) for rank in range(64)
+    def page(after: str) -> Known:
+        rest = [one for one in known if one.id > after]
+        jobs = () if after else (WorkloadInfo(workload="job"),)
+        return Known(
+            epoch=7,
+            workloads=jobs,
+            hosts=tuple(rest[:2]),
+            more=len(rest) > 2,
+            progress=() if after else (Progress(workload="job", step=7, attempt=3, age_s=1.5),),
         )
-        hosts = tuple(
-            replace(host(f"h{number:03}"), workers=workers, workers_per_host=64) for number in range(300)
+
+    streams = HostStreams(part="actuator", report_period_s=5.0, listener=Listener())
+    sights = [
+        HostSight(
+            host=one.id,
+            connected=True,
+            age_s=0.5,
+            silent=False,
+            attempt=2,
+            launcher=LauncherState.RUNNING,
+            steps=((0, 12),),
         )
-        seen: list[HostInfo] = []
-        batches = 0
-
-        async def on_observations(told: Observations) -> int:
-            nonlocal batches
-            batches += 1
-            seen.extend(told.hosts)
-            return 7
-
-        async def on_outcomes(outcomes: object) -> None:
-            raise AssertionError(outcomes)
-
-        def known(after: str) -> Known:
-            return Known(epoch=7, hosts=tuple(one for one in hosts if one.id > after))
-
-        async with (
-            serve(
-                [controller_service(on_observations, on_outcomes, known)],
-                address="127.0.0.1",
-                port=0,
-                security=PLAIN,
-            ) as port,
-            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
-        ):
-            await send_observations(remote, Observations(hosts=hosts), deadline_s=WAIT_S)
-            assert (tuple(seen), batches) == (hosts, 3)
-            assert (await ask_known(remote, timeout_s=WAIT_S)).hosts == hosts
-
-    run(work())
-
-
-def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    async def work() -> None:
-        async def accept(_: Any) -> None:
-            raise AssertionError
-
-        async with (
-            serve(
-                [controller_service(accept, accept, nothing_known)],
-                address="127.0.0.1",
-                port=0,
-                security=PLAIN,
-            ) as port,
-            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
-        ):
-            monkeypatch.setattr(client, "PROTOCOL_VERSION", 9)
-            with pytest.raises(
-                Refused, match="speaks protocol '9', this process speaks protocol 3"
-            ) as refused:
-                await send_observations(remote, Observations(), deadline_s=WAIT_S)
-            assert refused.value.reason is Reason.VERSION
-
-    run(work())
+        for one in known
+    ]
+    holding = {"c1": EvidenceCheck(holds=True, attempt=4), "c2": EvidenceCheck(holds=False)}
+    sensor = TestSensor(holding=holding, seen=sights)
+    actuator = TestActuator(there={"h0": True, "h1": False})
+    services = [
+        controller_service(on_observations, on_outcomes, page),
+        actuator_service(streams, actuator),
+        sensor_service(streams, sensor),
+    ]
+    probe = Probe(host="host-1", incarnation="a1", age_s=3.5, report=report(3))
+    services.append(daemon_service(lambda: probe))
+    many = Observations(hosts=tuple(host(f"h{number}") for number in range(BATCH_ITEMS + 1)))
+    silence = Silence(frozen=True, silent=3, hosts=4)
+    few = Observations(progress=(Progress(workload="job", step=3),), silence=silence)
+    command = Command(epoch=1, id="c1", kind=CommandKind.IN_JOB_RESET, workload="job")
+    outcome = Outcome(command="c1", epoch=1, status=OutcomeStatus.DONE)
+    async with (
+        serve(services, address="127.0.0.1", port=0, security=PLAIN) as port,
+        Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+    ):
+        assert await send_observations(remote, many, deadline_s=WAIT_S) == 7
+        await send_observations(remote, few, deadline_s=WAIT_S)
+        await send_commands(remote, [command], deadline_s=WAIT_S)
+        await send_outcomes(remote, [outcome], deadline_s=WAIT_S)
+        assert await probe_daemon(remote, timeout_s=WAIT_S) == probe
+        for name, answer in (*holding.items(), ("c3", EvidenceCheck(holds=None))):
+            asked = replace(command, id=name)
+            assert await ask_evidence(remote, asked, timeout_s=WAIT_S) == answer
+        for name, there in (("h0", True), ("h1", False), ("h2", None)):
+            assert await ask_orchestrator(remote, name, timeout_s=WAIT_S) is there
+        told = await ask_known(remote, timeout_s=WAIT_S)
+        assert told == Known(
+            epoch=7,
+            workloads=(WorkloadInfo(workload="job"),),
+            hosts=tuple(known),
+            progress=(Progress(workload="job", step=7, attempt=3, age_s=1.5),),
+        )
+        assert await ask_sights(remote, timeout_s=WAIT_S) == sights
+        evidence = Evidence(id="o1", witness="orchestrator")
+        await send_change(remote, "h1", Change.GONE, evidence, deadline_s=WAIT_S)
+        await send_thaw(remote, timeout_s=WAIT_S)
+    assert [len(one.hosts) for one in seen] == [BATCH_ITEMS, 1, 0]
+    assert seen[0].hosts + seen[1].hosts == many.hosts
+    assert seen[2] == few
+    assert (actuator.commands, ended) == ([command], [outcome])
+    assert (sensor.changes, sensor.thawed) == ([("h1", Change.GONE, evidence)], 1)
 
 
-def test_what_a_handler_raises_is_an_answer_and_not_a_traceback() -> None:
-    async def work() -> None:
-        async def broken(_: Any) -> None:
-            raise ZeroDivisionError
+async def test_hosts_of_many_workers_with_long_names_go_in_as_many_batches_as_fit_messages() -> None:
+    long = "n" * (MAX_NAME_CHARS - 4)
+    workers = tuple(WorkerInfo(id=f"{long}{rank}", local_rank=rank, global_rank=rank) for rank in range(64))
+    hosts = tuple(
+        replace(host(f"h{number:03}"), workers=workers, workers_per_host=64) for number in range(300)
+    )
+    seen: list[HostInfo] = []
+    batches = 0
 
-        async with (
-            serve(
-                [controller_service(broken, broken, nothing_known)],
-                address="127.0.0.1",
-                port=0,
-                security=PLAIN,
-            ) as port,
-            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
-        ):
-            with pytest.raises(Refused, match="an error of its own; its log has it") as refused:
-                await send_observations(remote, Observations(), deadline_s=WAIT_S)
-            assert refused.value.reason is Reason.INTERNAL
+    async def on_observations(told: Observations) -> int:
+        nonlocal batches
+        batches += 1
+        seen.extend(told.hosts)
+        return 7
 
-    run(work())
+    async def on_outcomes(outcomes: object) -> None:
+        raise AssertionError(outcomes)
 
+    def known(after: str) -> Known:
+        return Known(epoch=7, hosts=tuple(one for one in hosts if one.id > after))
 
-def test_a_call_to_nobody_is_tried_again_until_its_deadline_and_no_longer() -> None:
-    async def work() -> None:
-        async with serve([], address="127.0.0.1", port=0, security=PLAIN) as port:
-            pass
-        async with Remote(f"127.0.0.1:{port}", PLAIN) as remote:
-            began = time.monotonic()
-            # The last try may be cut by the deadline.
-            said = rf"ReportEvents at 127.0.0.1:{port} failed: (UNAVAILABLE|DEADLINE_EXCEEDED)"
-            with pytest.raises(Unreachable, match=said):
-                await send_observations(remote, Observations(), deadline_s=0.5)
-            assert time.monotonic() - began < 5
-
-    run(work())
-
-
-def test_a_server_that_does_not_answer_costs_the_timeout() -> None:
-    async def work() -> None:
-        async def hang(_: Any) -> None:
-            await asyncio.Event().wait()
-
-        async with (
-            serve(
-                [controller_service(hang, hang, nothing_known)], address="127.0.0.1", port=0, security=PLAIN
-            ) as port,
-            Remote(f"127.0.0.1:{port}", PLAIN) as remote,
-        ):
-            with pytest.raises(Unreachable, match="DEADLINE_EXCEEDED"):
-                await send_observations(remote, Observations(), deadline_s=0.2)
-
-    run(work())
+    async with (
+        serve(
+            [controller_service(on_observations, on_outcomes, known)],
+            address="127.0.0.1",
+            port=0,
+            security=PLAIN,
+        ) as port,
+        Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+    ):
+        await send_observations(remote, Observations(hosts=hosts), deadline_s=WAIT_S)
+        assert (tuple(seen), batches) == (hosts, 3)
+        assert (await ask_known(remote, timeout_s=WAIT_S)).hosts == hosts
 
 
-def test_a_port_is_held_by_one_server() -> None:
-    async def work() -> None:
-        async with serve([], address="127.0.0.1", port=0, security=PLAIN) as port:
-            with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}"):
-                async with serve([], address="127.0.0.1", port=port, security=PLAIN):
-                    pass
+async def test_a_caller_of_another_protocol_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    async def accept(_: Any) -> None:
+        raise AssertionError
 
-    run(work())
+    async with (
+        serve(
+            [controller_service(accept, accept, nothing_known)],
+            address="127.0.0.1",
+            port=0,
+            security=PLAIN,
+        ) as port,
+        Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+    ):
+        monkeypatch.setattr(client, "PROTOCOL_VERSION", 9)
+        with pytest.raises(Refused, match="speaks protocol '9', this process speaks protocol 3") as refused:
+            await send_observations(remote, Observations(), deadline_s=WAIT_S)
+        assert refused.value.reason is Reason.VERSION
+
+
+async def test_what_a_handler_raises_is_an_answer_and_not_a_traceback() -> None:
+    async def broken(_: Any) -> None:
+        raise ZeroDivisionError
+
+    async with (
+        serve(
+            [controller_service(broken, broken, nothing_known)],
+            address="127.0.0.1",
+            port=0,
+            security=PLAIN,
+        ) as port,
+        Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+    ):
+        with pytest.raises(Refused, match="an error of its own; its log has it") as refused:
+            await send_observations(remote, Observations(), deadline_s=WAIT_S)
+        assert refused.value.reason is Reason.INTERNAL
+
+
+async def test_a_call_to_nobody_is_tried_again_until_its_deadline_and_no_longer() -> None:
+    async with serve([], address="127.0.0.1", port=0, security=PLAIN) as port:
+        pass
+    async with Remote(f"127.0.0.1:{port}", PLAIN) as remote:
+        began = time.monotonic()
+        # The last try may be cut by the deadline.
+        said = rf"ReportEvents at 127.0.0.1:{port} failed: (UNAVAILABLE|DEADLINE_EXCEEDED)"
+        with pytest.raises(Unreachable, match=said):
+            await send_observations(remote, Observations(), deadline_s=0.5)
+        assert time.monotonic() - began < 5
+
+
+async def test_a_server_that_does_not_answer_costs_the_timeout() -> None:
+    async def hang(_: Any) -> None:
+        await asyncio.Event().wait()
+
+    async with (
+        serve(
+            [controller_service(hang, hang, nothing_known)], address="127.0.0.1", port=0, security=PLAIN
+        ) as port,
+        Remote(f"127.0.0.1:{port}", PLAIN) as remote,
+    ):
+        with pytest.raises(Unreachable, match="DEADLINE_EXCEEDED"):
+            await send_observations(remote, Observations(), deadline_s=0.2)
+
+
+async def test_a_port_is_held_by_one_server() -> None:
+    async with serve([], address="127.0.0.1", port=0, security=PLAIN) as port:
+        with pytest.raises(ConfigError, match=rf"cannot listen at 127.0.0.1:{port}"):
+            async with serve([], address="127.0.0.1", port=port, security=PLAIN):
+                pass
 
 
 # ------------------------------------------------------------------------------------------- identity

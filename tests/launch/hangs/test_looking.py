@@ -301,7 +301,7 @@ def test_a_group_without_a_collective_has_begun_none_and_one_whose_are_long_ago_
     status: dict[str, object] = {"0": {}, "1": {}} if is_known else {"0": {}, "1": {}, "2": {}}
     dump = pickle.dumps({"entries": entries, "pg_status": status})
     native = SimpleNamespace(_dump_fr_trace=lambda *_: dump)
-    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", native)  # type: ignore[arg-type]
+    monkeypatch.setitem(sys.modules, "torch._C._distributed_c10d", native)
     recorded = inspection._recorded_collectives()
     assert recorded is not None
     assert (recorded["0"], recorded["1"]) == (8, 3)
