@@ -293,6 +293,11 @@ def awake_since(then: float) -> float:
     return _awake.since(then, _reading())
 
 
+def was_stopped_for(seconds: float) -> bool:
+    """True where this process has not run lately: what it reads now may be as old as that."""
+    return awake_since(_monotonic() - seconds) < min(1.0, seconds / 2)
+
+
 def wait_awake(changed: threading.Condition, is_over: Callable[[], bool], timeout_s: float) -> bool:
     """As `changed.wait_for`, for at most so many seconds in which this process ran."""
     until = awake_s() + timeout_s

@@ -509,7 +509,7 @@ class Evidence(Value):
             diagnosis, and of a launcher that gave up, what the launcher advises.
         cause, confidence: of a diagnosis, in the words of `resiliency.launch.health`; else empty.  A node
             check that was asked for says as its cause how the host is, and as its device which GPUs it has
-            tried.
+            tried.  Of a cordon, the command of the supervisor that made it; empty: it is another's.
     """
 
     id: str
@@ -731,6 +731,12 @@ class Event(Value):
         return next((found for found in self.evidence if found.advice == Advice.STOP.value), None)
 
     @property
+    def is_guess(self) -> bool:
+        """True for a diagnosis that rests on words: it takes a host only where a spare fits."""
+        sure = any(found.confidence == Confidence.HIGH.value for found in self.evidence)
+        return self.type is EventType.DIAGNOSIS and not sure
+
+    @property
     def is_of_ranks(self) -> bool:
         """Whether it tells of ranks and their steps, and not of the host that they run on."""
         return self.type in (EventType.WORKER_HB, EventType.HANG, EventType.NO_PROGRESS)
@@ -842,6 +848,11 @@ class Command(Value):
             "replicas",
             "must be given exactly to scale down or up",
         )
+
+    @property
+    def is_of_person(self) -> bool:
+        """True where a person asked for it: what the supervisor decides about a host rests on evidence."""
+        return not (self.incident or self.evidence)
 
     def is_beside(self, other: Command) -> bool:
         """Whether both are for one incident; a command is beside itself."""

@@ -24,7 +24,7 @@ from typing import Any
 from resiliency import __version__
 from resiliency.errors import ConfigError
 from resiliency.files import write_durably
-from resiliency.runtime import AwakeClock
+from resiliency.runtime import AwakeClock, was_stopped_for
 from resiliency.tasks import first_of, wait_for
 from supervisor.daemon.host_check import check_host, while_idle
 from supervisor.daemon.local_server import LocalServer
@@ -268,7 +268,12 @@ class HostDaemon:
             logger.warning(
                 "command %s: %s, %s", command.id, command.kind.value, command.reason or "no reason"
             )
-            answer = await self._carry_out(command)
+            if was_stopped_for(command.deadline_s):
+                text = f"expired: it may be older than its {command.deadline_s:g} s"
+                failed = OutcomeStatus.FAILED
+                answer = Outcome(command=command.id, epoch=command.epoch, status=failed, text=text)
+            else:
+                answer = await self._carry_out(command)
             self._fence.record(answer)
             _save_fence(self._fence_path, self._fence)
             logger.warning("command %s: %s, %s", command.id, answer.status.value, answer.text or "no details")

@@ -15,7 +15,7 @@ from supervisor.decision.commands import send_command
 from supervisor.decision.membership import is_held
 from supervisor.decision.state import Checked
 from supervisor.decision.turn import Turn
-from supervisor.decision.verdicts import condemn, forgive
+from supervisor.decision.verdicts import condemn
 from supervisor.policy.diagnosis import OF_GPU
 from supervisor.values import CommandKind, DeviceState, Event, EventType, Evidence, HostInfo
 
@@ -95,11 +95,7 @@ def take_check(turn: Turn, event: Event) -> bool:
         turn.notes.append(f"{host.id} stays under suspicion: {why}")
         return False
     turn.notes.append(f"suspicion of {host.id} dropped: its check found nothing")
-    if host.cordoned and host.id in turn.state.cordons:
-        # A verdict ends with its cordon.
-        send_command(turn, CommandKind.UNCORDON_HOST, host=host.id, why="because its check found nothing")
-    else:
-        forgive(turn, host.id)
+    turn.put("verdicts", f"host:{host.id}", None)  # the supervisor's own cordon ends with it
     return False
 
 

@@ -6,9 +6,10 @@ from __future__ import annotations
 from dataclasses import replace
 
 from supervisor.decision.incidents import downtime_s, is_still_lost, open_incident, pay_back
-from supervisor.decision.state import MOST_EPOCH, Account, Flight, Incident
+from supervisor.decision.state import MOST_EPOCH, Account, Cordon, Flight, Incident
 from supervisor.decision.turn import Turn
-from supervisor.decision.verdicts import condemn, forgive
+from supervisor.decision.verdicts import condemn, forgive, lift_guess
+from supervisor.policy.budget import backoff_s
 from supervisor.values import (
     Change,
     Command,
@@ -21,6 +22,11 @@ from supervisor.values import (
     OutcomeStatus,
     Request,
 )
+
+#: Owners of cordons that are not the supervisor's: one asked for it, the cluster or its tools made the other.
+PERSON, ORCHESTRATOR = "a person", "the orchestrator"
+#: Commands that close or open a host; the newest one for it counts.
+CORDONS = (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST, CommandKind.UNCORDON_HOST)
 
 
 def obey(turn: Turn, event: Event) -> None:
@@ -65,18 +71,19 @@ def take_outcome(turn: Turn, outcome: Outcome) -> None:
         note_fence(turn, command, outcome)
     else:
         turn.notes.append(f"{command.kind.value} {command.id} {status.value}: {outcome.text}")
-    if status is OutcomeStatus.DONE:
+    if command.kind in CORDONS:
+        take_cordon_outcome(turn, command, status)
+    elif status is OutcomeStatus.DONE:
         take_effect(turn, command, outcome.spare)
     elif status is OutcomeStatus.WITHDRAWN and command.kind.restarts:
         pay_back(turn, command)
-    elif command.kind is CommandKind.CORDON_HOST and status is OutcomeStatus.WITHDRAWN:
-        turn.put("cordons", command.host, None)
-        forgive(turn, command.host)
     elif status is OutcomeStatus.FENCED:
         take_back(turn, command)
     elif command.kind is CommandKind.HOT_SWAP and status is not OutcomeStatus.WITHDRAWN and outcome.spare:
         # Another spare next time.
         condemn(turn, f"host:{outcome.spare}", "swap failed", (command.id,), turn.limits.suspicion_s)
+    if command.spare and status is not OutcomeStatus.DONE:
+        lift_guess(turn, command.host)  # the host stays in its job
     if command.kind is CommandKind.CHECK_HOST and status is not OutcomeStatus.DONE:
         known = turn.state.checks.get(command.host)
         turn.put("checks", command.host, replace(known, evidence=()) if known is not None else None)
@@ -140,6 +147,7 @@ def _still_wrong(incident: Incident, command: Command) -> tuple[Event, ...]:
         for report in incident.reports
         if report.attempt > incident.attempt
         or (report.type is not EventType.WORKER_HB and report.host not in incident.handled)
+        or (not report.is_of_ranks and report.host in incident.no_spare)
         or (report.asks_for_another_host and report.host != command.host)
         or (
             report.launcher is LauncherState.GAVE_UP
@@ -169,11 +177,33 @@ def take_back(turn: Turn, command: Command) -> None:
 
     Its budget stays spent: hosts that refuse a reset in place must not keep the job on that rung.
     """
-    if command.kind is CommandKind.CORDON_HOST:
-        turn.put("cordons", command.host, None)
     account = turn.account(command.workload)
     if command.kind.restarts and account.fruitless:
         turn.put("accounts", command.workload, replace(account, fruitless=account.fruitless - 1))
+
+
+def take_cordon_outcome(turn: Turn, command: Command, status: OutcomeStatus) -> None:
+    """A host is closed or open now, or the supervisor tries it again later; a person sees what failed."""
+    host, by = turn.state.hosts.get(command.host), PERSON if command.is_of_person else ""
+    opens, blocks = command.kind is CommandKind.UNCORDON_HOST, host.blocks if host is not None else ()
+    row = turn.state.cordons.get(command.host) or Cordon(host=command.host, at=turn.now, domains=blocks)
+    done = status is OutcomeStatus.DONE
+    if (row.by and not by) or (by and not done):
+        return  # it is closed by another's word since, or a person's request failed
+    if done and host is not None:
+        turn.put("hosts", host.id, replace(host, cordoned=not opens))
+    if done and opens and (by or host is None):
+        forgive(turn, command.host)
+    elif done:
+        turn.put("cordons", command.host, replace(row, by=by, tries=0, retry_at=0.0))
+    elif status is not OutcomeStatus.WITHDRAWN:
+        wait_s = backoff_s(row.tries + 1, base_s=turn.limits.backoff_s, limit_s=turn.limits.backoff_limit_s)
+        turn.put("cordons", row.host, replace(row, tries=row.tries + 1, retry_at=turn.now + wait_s))
+    elif opens:  # the orchestrator knows it for another's
+        turn.put("cordons", row.host, replace(row, by=ORCHESTRATOR))
+    else:  # nothing speaks for it any more; a swap may have closed the host
+        forgive(turn, row.host)
+        turn.put("cordons", row.host, row if host is not None and host.cordoned else None)
 
 
 def take_effect(turn: Turn, command: Command, took: str = "") -> None:
@@ -183,12 +213,7 @@ def take_effect(turn: Turn, command: Command, took: str = "") -> None:
         took: the host that took the place of another, where the command names a spare.
     """
     host, job = turn.state.hosts.get(command.host), turn.state.workloads.get(command.workload)
-    if host is not None and command.kind in (CommandKind.CORDON_HOST, CommandKind.DRAIN_HOST):
-        turn.put("hosts", host.id, replace(host, cordoned=True))
-    elif host is not None and command.kind is CommandKind.UNCORDON_HOST:
-        turn.put("hosts", host.id, replace(host, cordoned=False))
-        forgive(turn, host.id)
-    elif host is not None and (command.spare or command.kind is CommandKind.SCALE_DOWN):
+    if host is not None and (command.spare or command.kind is CommandKind.SCALE_DOWN):
         turn.put("hosts", host.id, replace(host, workload=""))
     if command.spare and took in turn.state.hosts:
         spare = turn.state.hosts[took]

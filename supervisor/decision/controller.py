@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from supervisor.decision.checks import send_checks, take_check
 from supervisor.decision.commands import charge, obey, send_command, take_outcome
+from supervisor.decision.cordons import is_ours, is_under_way, look_at_cordons
 from supervisor.decision.diagnoses import name_culprits, take_diagnosis
 from supervisor.decision.guards import GUARDS, Guard, Intent, Refusal, within_cordon_caps
 from supervisor.decision.incidents import (
@@ -32,31 +33,32 @@ from supervisor.decision.membership import (
     forget_gone,
     forget_replaced,
     is_of_job,
+    lose_host,
     take_change,
     take_host,
     take_workload,
 )
-from supervisor.decision.state import Incident, Seen, State
+from supervisor.decision.state import Cordon, Incident, Seen, State
 from supervisor.decision.turn import Decision, EventReport, Turn
 from supervisor.decision.verdicts import (
     codes,
     condemn,
     count_xid,
+    forget_expired,
     give_up,
     gives_up,
+    is_unfit,
     suspect_hang,
     take_order_to_stop,
 )
-from supervisor.policy.caps import CordonMark
+from supervisor.decision.waiting import wake_waiting
 from supervisor.policy.ladder import Cause, Rung, rungs
-from supervisor.policy.spares import JobShape, choose_spare
 from supervisor.policy.thresholds import Thresholds
 from supervisor.policy.xid import worst
 from supervisor.values import (
     Change,
     Command,
     CommandKind,
-    DeviceState,
     Event,
     EventType,
     HostInfo,
@@ -110,11 +112,11 @@ class BaseController:
         cause = self.cause_of(report)
         if cause is Cause.HOST:
             for each in event_reports:
-                if self._is_unfit(each.event):
+                if is_unfit(each.event) and not each.event.is_guess:
                     self.trigger_cordon_host(each)
         if cause is Cause.HANG:
             suspect_hang(self._turn, report)
-        for rung in rungs(cause, host_usable=self._is_usable(report)):
+        for rung in rungs(cause, host_usable=self._is_usable(report), guess=self._is_guess(report.event)):
             if self._trigger(rung, report):
                 return
 
@@ -141,19 +143,22 @@ class BaseController:
         ended = set(report.incident.gave_up) - {report.host.id}
         if self._is_replaced(report):
             return not ended and self._expect_replacement(report)
-        view = self._turn.view
-        spares = {host.id: host for host in view.spares()}
-        others = [host.place for host in self._others_of_job(report)]
-        lost, places = report.host.place, [host.place for host in spares.values()]
-        chosen = choose_spare(lost, others, places)
+        chosen, why = self._turn.view.find_spare(report.host, report.workload.workload)
         if chosen is None:
-            why = JobShape.of([lost, *others]).refuse_all(places)
-            note_refusal(self._turn, report, f"hot swap: no spare fits{why and f': {why}'}")
+            note_refusal(self._turn, report, f"hot swap: {why}")
+            if not self._is_guess(report.event):
+                incident = self._turn.state.incidents[report.incident.subject]
+                lacks = {report.host.id, *lost_hosts(self._turn, incident), *incident.no_spare}
+                self._turn.put(
+                    "incidents", incident.subject, replace(incident, no_spare=tuple(sorted(lacks)))
+                )
             return False
         whole = ended or report.host.id in report.incident.not_swapped
+        if self._is_guess(report.event) and (whole or self._why_kept(report.event)):
+            return False  # the caps are reached, or a start of the whole job costs more than a guess is worth
         kind = CommandKind.WORKLOAD_RESET if whole else CommandKind.HOT_SWAP
         # No budget of restarts limits either: the host was at fault, and the job does without it.
-        return self._act(report, kind, spare=spares[chosen.id], over_budget=True)
+        return self._act(report, kind, spare=chosen, over_budget=True)
 
     def trigger_scale_down(self, report: EventReport) -> bool:
         """Go on with one data-parallel replica less, without the report's host."""
@@ -170,20 +175,31 @@ class BaseController:
     def trigger_cordon_host(self, report: EventReport) -> bool:
         """Keep all jobs off the report's host; a verdict with its evidence says why, until it expires."""
         turn, host = self._turn, report.host
-        if host is None or host.cordoned or host.id in turn.state.cordons:
+        if host is None:
+            return False
+        if turn.view.is_condemned(host.id) if is_ours(turn.state, host.id) else host.cordoned:
             return False
         asked = Intent(kind=CommandKind.CORDON_HOST, workload=report.workload, host=host)
         if self._refused(report, asked) is not None:
             return False
+        self._condemn(report, host)
+        if not (host.cordoned or is_under_way(turn.state, host.id)):
+            evidence = turn.state.verdicts[f"host:{host.id}"].evidence
+            send_command(
+                turn, CommandKind.CORDON_HOST, host=host.id, incident=report.incident.id, evidence=evidence
+            )
+        return True
+
+    def _condemn(self, report: EventReport, host: HostInfo) -> None:
+        """Take a host out of service by a verdict, which its cordon follows; on a guess, for a short time."""
+        turn = self._turn
+        seconds = turn.limits.suspicion_s if report.event.is_guess else turn.limits.verdict_s
         evidence = tuple(found.id for found in report.event.evidence)
         first = report.event.evidence[0]
         text = f"{first.cause}: {first.text}" if report.event.type is EventType.DIAGNOSIS else ""
-        condemn(turn, f"host:{host.id}", report.event.type.value, evidence, turn.limits.verdict_s, text)
-        turn.put("cordons", host.id, CordonMark(host=host.id, at=turn.now, domains=host.blocks))
-        send_command(
-            self._turn, CommandKind.CORDON_HOST, host=host.id, incident=report.incident.id, evidence=evidence
-        )
-        return True
+        condemn(turn, f"host:{host.id}", report.event.type.value, evidence, seconds, text)
+        if not host.cordoned or is_ours(turn.state, host.id):
+            turn.put("cordons", host.id, Cordon(host=host.id, at=turn.now, domains=host.blocks))
 
     def observe(self, report: EventReport, seconds: float) -> bool:
         """Do nothing for a time: a step closes the incident, else the policy is asked again."""
@@ -237,10 +253,15 @@ class BaseController:
         try:
             note_absence(turn)
             self._take(given)
+            if given is None:
+                forget_expired(turn)
+            if not isinstance(given, Progress):
+                wake_waiting(turn)
             for subject in sorted(turn.state.incidents):
                 self._look_at(subject)
             forget_replaced(turn)
             if not isinstance(given, Progress):
+                look_at_cordons(turn)
                 send_checks(turn, self._news(given))
             if given is None:
                 forget_gone(turn)
@@ -305,8 +326,7 @@ class BaseController:
                 f"daemon of {event.host} lost: {event.evidence[0].text}; training is not touched"
             )
         elif event.type is EventType.ORCHESTRATOR and event.change is not Change.GONE:
-            if host is not None:
-                take_change(turn, host, event)
+            take_change(turn, event)
         elif event.type is EventType.XID and not worst(codes(event.evidence)).needs_host:
             count_xid(turn, event)
         elif event.type is EventType.SCALE_UP:
@@ -321,7 +341,9 @@ class BaseController:
             if event.type is EventType.HANG:
                 event = name_culprits(turn, event)
             if host is not None and event.type in (EventType.HOST_HB, EventType.ORCHESTRATOR):
-                turn.put("hosts", host.id, replace(host, state=DeviceState.FAILED))
+                lose_host(turn, host)
+            elif host is None and event.change is Change.GONE:
+                turn.put("cordons", event.host, None)
             open_incident(turn, event)
 
     def _take_diagnosis(self, event: Event) -> None:
@@ -331,7 +353,10 @@ class BaseController:
             return
         if turn.view.is_condemned(event.host):
             return  # that was decided upon, and ranks that fail there are the host's fault from now on
-        if why := self._why_kept(event):
+        host, why = turn.state.hosts[event.host], self._why_kept(event)
+        if not why and self._is_guess(event):
+            _, why = turn.view.find_spare(host, host.workload)
+        if why:
             turn.notes.append(f"{event.host} is not replaced: {why}; its launcher restarts the ranks")
             return
         open_incident(turn, event)
@@ -349,6 +374,14 @@ class BaseController:
         asked = Intent(kind=CommandKind.CORDON_HOST, workload=None, host=host)
         refusal = within_cordon_caps(self._turn.view, asked)
         return refusal.text if refusal is not None else ""
+
+    def _is_guess(self, event: Event) -> bool:
+        """Whether words alone speak against a host of a job, which an action has not left without a step."""
+        host = self._turn.state.hosts.get(event.host)
+        if not event.is_guess or host is None or not host.workload or self._turn.view.is_condemned(host.id):
+            return False
+        incident = self._turn.state.incidents.get(host.workload)
+        return event.workload in ("", host.workload) and not (incident is not None and incident.stuck)
 
     def _remember(self, id: str) -> None:
         turn = self._turn
@@ -416,13 +449,18 @@ class BaseController:
         )
         if left == incident.reports:
             return True
-        turn.notes.append(
-            f"incident {incident.id}: hosts are left to their launchers, no more may be cordoned"
-        )
-        turn.put("incidents", subject, replace(incident, reports=left) if left or incident.past else None)
-        if incident.past and not left:
-            wait_until(turn, subject, turn.now + downtime_s(turn, subject), "waits for a step")
+        self._leave_hosts(incident, left, incident.past, "no more may be cordoned")
         return bool(left)
+
+    def _leave_hosts(
+        self, incident: Incident, left: tuple[Event, ...], past: tuple[Event, ...], why: str
+    ) -> None:
+        """Go on with what is left of an incident, and leave other hosts to their launchers."""
+        turn, subject = self._turn, incident.subject
+        turn.notes.append(f"incident {incident.id}: hosts are left to their launchers, {why}")
+        turn.put("incidents", subject, replace(incident, reports=left, past=past) if left or past else None)
+        if past and not left:
+            wait_until(turn, subject, turn.now + downtime_s(turn, subject), "waits for a step")
 
     def _ask_policy(self, subject: str) -> None:
         turn = self._turn
@@ -444,7 +482,15 @@ class BaseController:
         ) as error:  # a user's policy is foreign code, and its errors must not end the supervisor
             turn.notes.append(f"event_policy failed: {type(error).__name__}: {error}; the default decides")
             BaseController.event_policy(self, reports)
-        if not turn.settled and subject in turn.state.incidents:
+        incident = turn.state.incidents.get(subject, incident)
+        guesses = tuple(each for each in incident.reports if self._is_guess(each))
+        if guesses and not turn.settled:
+            left = tuple(each for each in incident.reports if each not in guesses)
+            past = incident.past + (guesses if incident.actions else ())
+            self._leave_hosts(incident, left, past, "no spare takes their place")
+            if left:
+                self._ask_policy(subject)
+        elif not turn.settled and subject in turn.state.incidents:
             wait_until(turn, subject, turn.now + downtime_s(turn, subject), "no rung is possible")
             incident = turn.state.incidents[subject]
             turn.put("incidents", subject, replace(incident, stuck=incident.stuck + 1))
@@ -510,7 +556,10 @@ class BaseController:
             spare=spare,
             replicas=replicas,
             over_budget=over_budget,
-            repeated=bool(incident.actions) and report.event.host in incident.handled,
+            # What was tried while no spare fitted is not tried again by one.
+            repeated=bool(incident.actions)
+            and report.event.host in incident.handled
+            and (spare is None or report.event.host not in incident.no_spare),
         )
         if kind.restarts and gives_up(turn, job, incident):
             return True
@@ -538,8 +587,14 @@ class BaseController:
             evidence=incident.evidence,
             deadline_s=deadline_s,
         )
+        known_bad = turn.view.is_condemned(report.event.host) or self._why_kept(report.event)
+        if spare is not None and report.host is not None and report.event.is_guess and not known_bad:
+            self._condemn(report, report.host)
         acted = [each for each in incident.reports if not alone or not self._is_of_other(each, report)]
         left = [each for each in incident.reports if each not in acted]
+        # What a job lacks is not forgotten where the action is for something else.
+        lacks = tuple(one for one in incident.no_spare if not alone or one != report.event.host)
+        kept = (each for each in incident.past if each.host in lacks and not each.is_of_ranks)
         turn.settled = True
         turn.put(
             "incidents",
@@ -547,12 +602,13 @@ class BaseController:
             replace(
                 incident,
                 reports=tuple(left),
-                past=tuple(acted),
+                past=(*kept, *acted),
                 command="" if self.shadow else command,
                 done_at=turn.now if self.shadow else None,
                 decide_at=turn.now + downtime_s(turn, job.workload),
                 attempt=max([turn.view.attempt(job.workload), *(each.attempt for each in acted)]),
                 handled=tuple(dict.fromkeys((*incident.handled, *(each.host for each in acted)))),
+                no_spare=lacks,
                 actions=incident.actions + 1,
                 note="",
             ),
@@ -584,17 +640,6 @@ class BaseController:
 
     # -------------------------------------------------------------------------------- small parts
 
-    def _is_unfit(self, event: Event) -> bool:
-        """Hardware evidence that speaks against any job on the host."""
-        if event.type is EventType.XID:
-            return worst(codes(event.evidence)).cordons
-        return event.type in (EventType.ECC, EventType.NODE_CHECK) or event.asks_for_another_host
-
     def _is_usable(self, report: EventReport) -> bool:
         host = report.host
-        return host is not None and not (
-            self._is_unfit(report.event)
-            or host.state is DeviceState.FAILED
-            or host.cordoned
-            or self._turn.view.is_condemned(host.id)
-        )
+        return host is not None and self._turn.view.is_usable(host) and not is_unfit(report.event)

@@ -9,14 +9,14 @@ the policy goes on to the next rung.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, replace
 
 from supervisor.decision.state import Account, Fleet, State
 from supervisor.policy.budget import backoff_s
 from supervisor.policy.caps import refuse_cordon, refuse_growth
 from supervisor.policy.pace import advancing_s
-from supervisor.policy.spares import JobShape
+from supervisor.policy.spares import REMEMBERED_S, JobShape, choose_spare
 from supervisor.policy.thresholds import Thresholds
 from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, LauncherState, WorkloadInfo
 
@@ -80,16 +80,48 @@ class View:
             ready = max(ready, account.acted_at + wait)
         return ready
 
-    def spares(self) -> list[HostInfo]:
+    def spares(self, among: Iterable[HostInfo] | None = None) -> list[HostInfo]:
         """Healthy free hosts that are neither cordoned, nor condemned, nor promised to a job already."""
         promised = {flight.command.spare for flight in self.state.commands.values()}
         return [
             host
-            for host in self.state.hosts.values()
+            for host in (self.state.hosts.values() if among is None else among)
             if host.state is DeviceState.SPARE
             and not (host.workload or host.cordoned or host.id in promised or self.is_condemned(host.id))
             and (not self.limits.spare_check_s or self._was_checked(host.id))
         ]
+
+    def find_spare(
+        self, lost: HostInfo, workload: str, among: Iterable[HostInfo] | None = None
+    ) -> tuple[HostInfo | None, str]:
+        """The spare, of all or `among` some, to use instead of `lost`; None, and why none of them can be."""
+        spares = self.spares(among)
+        others = [
+            host.place
+            for host in (self.state.hosts.values() if spares else ())
+            if host.workload == workload and host.id != lost.id
+        ]
+        places = [replace(host.place, losses=self.losses(host.name)) for host in spares]
+        chosen = choose_spare(lost.place, others, places)
+        if chosen is None:
+            why = JobShape.of([lost.place, *others]).refuse_all(places)
+            return None, f"no spare fits{why and f': {why}'}"
+        return self.state.hosts[chosen.id], ""
+
+    def is_usable(self, host: HostInfo) -> bool:
+        """Whether a job can be on the host, as far as is known."""
+        return host.state is not DeviceState.FAILED and not (host.cordoned or self.is_condemned(host.id))
+
+    def has_hosts(self, workload: str) -> bool:
+        """Whether a job has as many usable hosts as it needs."""
+        job, hosts = self.state.workloads.get(workload), self.state.hosts.values()
+        usable = sum(host.workload == workload and self.is_usable(host) for host in hosts)
+        return job is None or usable >= job.hosts
+
+    def losses(self, name: str) -> int:
+        """How often a host was lost within the time for which that is remembered."""
+        known = self.state.losses.get(name)
+        return sum(self.now - at < REMEMBERED_S for at in known.at) if known is not None else 0
 
     def _was_checked(self, host: str) -> bool:
         checked = self.state.checks.get(host)
@@ -242,7 +274,7 @@ def within_cordon_caps(view: View, intent: Intent) -> Refusal | None:
     if intent.kind is not CommandKind.CORDON_HOST or intent.host is None:
         return None
     why = refuse_cordon(
-        view.state.cordons.values(),
+        (row for row in view.state.cordons.values() if not row.by),
         intent.host.blocks,
         view.now,
         window_s=view.limits.cordon_window_s,

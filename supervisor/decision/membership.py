@@ -5,11 +5,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from supervisor.decision.cordons import move_cordon, see_cordon
 from supervisor.decision.diagnoses import diagnosed_hosts
 from supervisor.decision.incidents import downtime_s, is_still_lost
-from supervisor.decision.state import Incident, Seen
+from supervisor.decision.state import Incident, Losses, Seen
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.decision.verdicts import forgive, lift_stop
+from supervisor.policy.spares import REMEMBERED_S
 from supervisor.values import Change, DeviceState, Event, EventType, HostInfo, WorkloadInfo
 
 #: Tables whose rows hold hosts.
@@ -23,7 +25,16 @@ def take_host(turn: Turn, host: HostInfo) -> None:
         return
     if known is not None and is_awaited(turn, known) and not (host.workload or host.workers):
         host = replace(host, workload=known.workload)
-    turn.put("hosts", host.id, replace(host, cordoned=known.cordoned if known else host.cordoned))
+    closed = known.cordoned if known is not None else move_cordon(turn, host) or host.cordoned
+    turn.put("hosts", host.id, replace(host, cordoned=closed))
+
+
+def lose_host(turn: Turn, host: HostInfo) -> None:
+    """Note that a host is lost, and count that: not one that was lost or cordoned before."""
+    if host.state is not DeviceState.FAILED and not host.cordoned:
+        known = turn.state.losses.get(host.name, Losses(at=()))
+        turn.put("losses", host.name, Losses(at=(*known.at[-7:], turn.now)))  # enough to tell
+    turn.put("hosts", host.id, replace(host, state=DeviceState.FAILED))
 
 
 def is_awaited(turn: Turn, host: HostInfo) -> bool:
@@ -100,12 +111,14 @@ def forget_job(turn: Turn, name: str, why: str) -> None:
     turn.notes.append(f"job {name} forgotten: {why}")
 
 
-def take_change(turn: Turn, host: HostInfo, event: Event) -> None:
+def take_change(turn: Turn, event: Event) -> None:
+    host = turn.state.hosts.get(event.host)
     if event.change in (Change.CORDONED, Change.LEAVING):
-        turn.put("hosts", host.id, replace(host, cordoned=True))
+        see_cordon(turn, event)
     elif event.change is Change.UNCORDONED:
-        turn.put("hosts", host.id, replace(host, cordoned=False))
-        forgive(turn, host.id)
+        if host is not None:
+            turn.put("hosts", host.id, replace(host, cordoned=False))
+        forgive(turn, event.host)
 
 
 def is_history(turn: Turn, host: HostInfo) -> bool:
@@ -121,6 +134,9 @@ def forget_gone(turn: Turn) -> None:
     that expires.  A host, after the time that a verdict on it would hold.
     """
     state = turn.state
+    for name, known in list(state.losses.items()):
+        if turn.now - known.at[-1] >= REMEMBERED_S:
+            turn.put("losses", name, None)
     kept = {host.workload for host in state.hosts.values() if host.state is not DeviceState.FAILED}
     kept |= {flight.command.workload for flight in state.commands.values()}
     for name in list(state.workloads):
@@ -195,4 +211,5 @@ def is_of_job(report: EventReport) -> bool:
     host, job = report.host, report.workload
     if host is None or job is None:
         return host is None
-    return host.workload == job.workload or not (host.workload or host.id in report.incident.handled)
+    left = host.id in report.incident.handled and host.id not in report.incident.no_spare
+    return host.workload == job.workload or not (host.workload or left)

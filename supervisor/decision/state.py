@@ -78,6 +78,7 @@ class Incident:
         relaunched: the last action, if it was done, started all launchers of the job again.
         stuck: how often the time after an action ended without a step.
         not_swapped: hosts whose swap came to nothing by no fault of a spare: another would fare as it did.
+        no_spare: hosts for whose place no spare fits: one that does, or their return, is acted upon at once.
         note: why nothing was done at the last look.
     """
 
@@ -97,6 +98,7 @@ class Incident:
     actions: int = 0
     stuck: int = 0
     not_swapped: tuple[str, ...] = ()
+    no_spare: tuple[str, ...] = ()
     note: str = ""
 
     def is_echo(self, event: Event, now: float, within_s: float) -> bool:
@@ -211,6 +213,29 @@ class Checked:
     health: str = ""
 
 
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Cordon(CordonMark):
+    """A host that is cordoned, or is to be.
+
+    Attributes:
+        by: a person or the orchestrator, whose word alone ends it; empty: the supervisor, while its verdict
+            on the host holds.
+        tries: commands in a row that did not bring it about, or to its end.
+        retry_at: when the next one may be sent.
+    """
+
+    by: str = ""
+    tries: int = 0
+    retry_at: float = 0.0
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Losses:
+    """Times at which a host was lost; the last ones are enough to tell how often."""
+
+    at: tuple[float, ...]
+
+
 #: Table, key, and the value that it holds now; None is a deletion.
 Change = tuple[str, str, Any]
 
@@ -229,7 +254,8 @@ class State:
     accounts: dict[str, Account]
     incidents: dict[str, Incident]  # by subject
     commands: dict[str, Flight]
-    cordons: dict[str, CordonMark]  # by host
+    cordons: dict[str, Cordon]  # by host
+    losses: dict[str, Losses]  # by name of the host, which outlives its ids
     verdicts: dict[str, Verdict]  # by "host:ID", "hang:ID" or "job:NAME"
     suspicions: dict[str, Suspicion]  # by host and GPU
     diagnoses: dict[str, Diagnosed]  # by host
@@ -301,7 +327,8 @@ _ROWS: dict[str, type] = {
     "accounts": Account,
     "incidents": Incident,
     "commands": Flight,
-    "cordons": CordonMark,
+    "cordons": Cordon,
+    "losses": Losses,
     "verdicts": Verdict,
     "suspicions": Suspicion,
     "diagnoses": Diagnosed,

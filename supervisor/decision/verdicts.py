@@ -11,7 +11,10 @@ from supervisor.decision.state import Incident, Suspicion
 from supervisor.decision.turn import EventReport, Turn
 from supervisor.policy.verdict import STOPPED, Verdict
 from supervisor.policy.xid import Remedy, worst
-from supervisor.values import Event, Evidence, WorkloadInfo
+from supervisor.values import CommandKind, Event, EventType, Evidence, WorkloadInfo
+
+#: Cause of the verdict on a job whose actions brought no step.
+CANNOT_PROGRESS = "cannot progress"
 
 
 def count_xid(turn: Turn, event: Event) -> None:
@@ -56,7 +59,7 @@ def give_up(turn: Turn, incident: Incident, why: str) -> None:
     known = turn.state.verdicts.get(f"job:{name}")
     if known is None or not known.holds(turn.now):
         text = f"the job cannot progress: {why}"
-        condemn(turn, f"job:{name}", "cannot progress", incident.evidence, turn.limits.verdict_s, text)
+        condemn(turn, f"job:{name}", CANNOT_PROGRESS, incident.evidence, turn.limits.verdict_s, text)
         # Once it is forgotten, the job gets as many tries as before.
         turn.put("accounts", name, replace(turn.account(name), fruitless=0))
     wait_until(turn, name, turn.now + turn.limits.verdict_s, why)
@@ -103,6 +106,21 @@ def condemn(
     turn.notes.append(f"verdict on {key}: {text or cause}, by {', '.join(evidence[:4])}")
 
 
+def forget_expired(turn: Turn) -> None:
+    """Hosts whose verdict has expired can be used again, and jobs may wait for them."""
+    for key, verdict in list(turn.state.verdicts.items()):
+        if key.startswith("host:") and not verdict.holds(turn.now):
+            turn.put("verdicts", key, None)
+
+
+def lift_guess(turn: Turn, host: str) -> None:
+    """End a verdict that rests on a guess or on a swap, which was not done: such a one is to hold shortly."""
+    verdict = turn.state.verdicts.get(f"host:{host}")
+    if verdict is not None and verdict.cause in (EventType.DIAGNOSIS.value, CommandKind.HOT_SWAP.value):
+        short = verdict.expires_at - verdict.at <= turn.limits.suspicion_s
+        turn.put("verdicts", f"host:{host}", None if short else verdict)
+
+
 def forgive(turn: Turn, host: str) -> None:
     """The host was seen to: nothing is held against it any more."""
     for table, key in (("verdicts", f"host:{host}"), ("verdicts", f"hang:{host}"), ("cordons", host)):
@@ -118,6 +136,13 @@ def suspect_hang(turn: Turn, report: EventReport) -> None:
         # The event's own id marks it: the same hang, asked about again, is no repetition.
         evidence = (event.id, *(found.id for found in event.evidence))
         condemn(turn, key, "hang", evidence, turn.limits.suspicion_s)
+
+
+def is_unfit(event: Event) -> bool:
+    """True for hardware evidence that speaks against any job on the host."""
+    if event.type is EventType.XID:
+        return worst(codes(event.evidence)).cordons
+    return event.type in (EventType.ECC, EventType.NODE_CHECK) or event.asks_for_another_host
 
 
 def codes(evidence: Iterable[Evidence]) -> list[tuple[int, str]]:

@@ -71,7 +71,9 @@ def make_status(
     that is given may change meanwhile."""
     view = View(state=state, now=now, limits=limits)
     fleet = view.fleet
-    window = [mark for mark in state.cordons.values() if now - mark.at < limits.cordon_window_s]
+    window = [
+        mark for mark in state.cordons.values() if now - mark.at < limits.cordon_window_s and not mark.by
+    ]
     working: dict[str, list[str]] = defaultdict(list)
     for host in state.hosts.values():
         if host.state is not DeviceState.FAILED:
@@ -247,7 +249,7 @@ def _incident(incident: Incident, closed_at: float | None, view: View, journal: 
         ),
         command=incident.command if closed_at is None else "",
         actions=incident.actions,
-        note=incident.note,
+        note=incident.note or ("waits for a spare" if incident.no_spare else ""),
         next_look_s=max(0.0, incident.decide_at - view.now) if waits else None,
         spans=tuple(
             SpanStatus(

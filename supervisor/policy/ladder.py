@@ -24,14 +24,17 @@ class Rung(Enum):
     LAST_RESORT = "last_resort"
 
 
-def rungs(cause: Cause, *, host_usable: bool = True) -> tuple[Rung, ...]:
+def rungs(cause: Cause, *, host_usable: bool = True, guess: bool = False) -> tuple[Rung, ...]:
     """The rungs for `cause`, in the order in which to try them.
 
     Args:
         host_usable: nothing speaks against starting the job on the same host again.
+        guess: only words speak against the host: a spare takes its place, or its launcher goes on.
     """
     if cause is Cause.CAPACITY:
         return (Rung.SCALE_UP,)
+    if cause is Cause.HOST and guess:
+        return (Rung.HOT_SWAP,)
     if cause is Cause.HOST:
         again = (Rung.WORKLOAD_RESET,) if host_usable else ()
         return (*again, Rung.HOT_SWAP, Rung.SCALE_DOWN, Rung.LAST_RESORT)

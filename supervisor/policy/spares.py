@@ -7,6 +7,9 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+#: A host that was lost is a worse spare for so long: a day shows whether it is lost again.
+REMEMBERED_S = 86_400.0
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Place:
@@ -16,12 +19,14 @@ class Place:
         workers: ranks that it runs.
         blocks: failure domains below its zone, from small (rack) to large; none where it has no labels.
         zone: empty where it has no label.
+        losses: how often it was lost within `REMEMBERED_S`.
     """
 
     id: str
     workers: int
     blocks: tuple[str, ...] = ()
     zone: str = ""
+    losses: int = 0
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -64,21 +69,21 @@ class JobShape:
 def choose_spare(lost: Place, others: Iterable[Place], spares: Iterable[Place]) -> Place | None:
     """The spare to use instead of `lost` beside `others`; None if none can be.
 
-    Collectives run at the speed of the largest domain that they cross, so the job's zones come first.  Then
-    the lost host's rack is left where it can be: what took that host (a switch, a power supply) may take its
-    neighbours.  Then the job's blocks count, large ones first.  Equal spares are told apart by id, so that a
-    decision can be repeated.
+    One that was lost lately comes last: it costs the job another swap.  Collectives run at the speed of the
+    largest domain that they cross, so the job's zones come next.  Then the lost host's rack is left where it
+    can be: what took that host (a switch, a power supply) may take its neighbours.  Then the job's blocks
+    count, large ones first.  Equal spares are told apart by id, so that a decision can be repeated.
     """
     hosts = [lost, *others]
     shape = JobShape.of(hosts)
     zones = Counter(host.zone for host in hosts if host.zone)
     blocks = Counter(block for host in hosts[1:] for block in host.blocks)
 
-    def rank(spare: Place) -> tuple[int, bool, list[int], str]:
+    def rank(spare: Place) -> tuple[int, int, bool, list[int], str]:
         near = bool(lost.blocks) and lost.blocks[:1] == spare.blocks[:1]
         # A spare without labels is known to share nothing.
         nearness = [-blocks[block] for block in reversed(spare.blocks)] or [0]
-        return -zones[spare.zone], near, nearness, spare.id
+        return spare.losses, -zones[spare.zone], near, nearness, spare.id
 
     fitting = [
         spare

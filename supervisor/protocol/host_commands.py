@@ -50,7 +50,7 @@ class HostCommand(Value):
         ranks: global ranks for DUMP_STACKS; empty means all of the host.
         attempt: of the job that is meant by RESTART_RANKS; a host that has a later one by then has done it.
         reason: for logs and people.
-        deadline_s: the outcome is due this long after the host got the command.
+        deadline_s: the outcome is due this long after the host got the command, which is not begun later.
     """
 
     epoch: int

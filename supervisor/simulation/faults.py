@@ -10,7 +10,7 @@ from functools import partial
 
 from supervisor.simulation.fleet import SimHost, SimJob
 from supervisor.simulation.plane import Plane
-from supervisor.values import EventType, LauncherState, Request
+from supervisor.values import EventType, HostInfo, LauncherState, Request
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -214,13 +214,19 @@ def _name_again(plane: Plane, fault: SimFault) -> None:
     plane.fleet.begin_run(_job(plane, fault))
 
 
+def _spare_comes(plane: Plane, fault: SimFault) -> None:
+    """A node is added, as an autoscaler does for a pod that waits."""
+    number = len(plane.fleet.hosts)
+    plane.add_host(SimHost(info=HostInfo(id=f"h{number}", name=f"n{number}", zone="z", workers_per_host=1)))
+
+
 def _operator(plane: Plane, fault: SimFault) -> None:
     plane.ask(Request.FREEZE)
     plane.loop.after(fault.seconds, lambda: plane.ask(Request.THAW))
 
 
-#: Not drawn among the others of a history: one follows them, the other has histories of its own.
-NAME_AGAIN, DIAGNOSED = "name is used again", "host is diagnosed"
+#: Not drawn among the others of a history: these follow them, and one has histories of its own.
+NAME_AGAIN, DIAGNOSED, LATE_SPARE = "name is used again", "host is diagnosed", "spare comes late"
 
 KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "worker dies": _worker_dies,
@@ -255,6 +261,7 @@ KINDS: dict[str, Callable[[Plane, SimFault], None]] = {
     "operator freezes": _operator,
     NAME_AGAIN: _name_again,
     DIAGNOSED: _diagnosed,
+    LATE_SPARE: _spare_comes,
 }
 
 #: How often each is drawn, of 100: what hits jobs more often than what hits the supervisor.
@@ -273,7 +280,7 @@ _WEIGHTS = {
 def draw_faults(random: random.Random, hosts: int, last_s: float) -> list[SimFault]:
     """A history: one to eight faults, often near to each other, because that is where the trouble is."""
     faults = []
-    kinds = [kind for kind in KINDS if kind not in (NAME_AGAIN, DIAGNOSED)]
+    kinds = [kind for kind in KINDS if kind not in (NAME_AGAIN, DIAGNOSED, LATE_SPARE)]
     weights = [_WEIGHTS.get(kind, 3) for kind in kinds]
     at = 20.0 + 60.0 * random.random()
     for _ in range(random.randint(1, 8)):

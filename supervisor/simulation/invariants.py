@@ -71,6 +71,8 @@ class Invariants:
         self._incident_of: dict[str, str] = {}
         self._hears_all = True
         self._dumps: dict[str, tuple[str, float]] = {}  # by incident: the command, and when it was begun
+        self._excused: set[str] = set()  # losses after whose end a job may be tried anew
+        self._tried_again: dict[str, float] = {}  # of the log's clock
         self._for_ended: dict[str, str] = {}  # commands for jobs whose launchers had given up
         plane.decided = self.command_decided
         plane.performing = self.command_starts
@@ -247,8 +249,8 @@ class Invariants:
         spares = sum(
             host.state.value == "spare"
             and not (host.workload or host.cordoned)
-            and host.workers_per_host in workers
-            and (len(zones) > 1 or host.zone in zones)
+            and (not workers or host.workers_per_host in workers)
+            and (len(zones) != 1 or host.zone in zones)
             for host in state.hosts.values()
         )
         job = state.workloads[command.workload]
@@ -323,7 +325,14 @@ class Invariants:
         if len(recent) > self._limits.actions_at_once + 1:
             raise Violation(f"{name} had {len(recent)} actions within {self._limits.action_period_s:g} s")
         verdict = self._plane.core.state.verdicts.get(f"job:{name}")
-        since = verdict.expires_at if verdict is not None else 0.0  # then it has as many tries as before
+        # With a spare, or a host that is back, it may be tried anew, once for each loss.
+        losses = {each.id: each.host for each in self._said.values() if each.type is EventType.HOST_HB}
+        back = {one for one, host in losses.items() if self._plane.fleet.hosts[host].alive} - self._excused
+        if command.spare or back:
+            self._excused |= back
+            self._tried_again[name] = self._plane.core.now
+        # Once a verdict has expired it has as many tries as before, too.
+        since = verdict.expires_at if verdict is not None else self._tried_again.get(name, 0.0)
         fruitless = [at for at, step, logged in history if step == best and logged >= since]
         most = self._limits.max_fruitless + job.max_in_job_restarts + job.max_workload_restarts
         if len(fruitless) > most:
@@ -333,9 +342,10 @@ class Invariants:
         """A second try for the same hosts, without a step since the first, waits."""
         core = self._plane.core
         incident = core.state.incidents[command.workload]
-        what = (incident.id, self._best(command.workload), frozenset(incident.handled))
+        what = (incident.id, self._best(command.workload), frozenset(incident.handled), bool(command.spare))
         before, at = self._last_action.get(command.workload, ((), 0.0))
-        if before == what and core.now - at < self._limits.backoff_s - 0.1:
+        woken = self._tried_again.get(command.workload) == core.now
+        if before == what and not woken and core.now - at < self._limits.backoff_s - 0.1:
             raise Violation(f"{command.id} follows a fruitless action after {core.now - at:.1f} s")
         self._last_action[command.workload] = (what, core.now)
 

@@ -163,6 +163,12 @@ class Plane:
         self._tick_actuator()
         self._repeat_commands()
 
+    def add_host(self, host: SimHost) -> None:
+        """A machine that was not there at the beginning."""
+        self.fleet.hosts[host.info.id] = host
+        self._connect(host)
+        self.loop.after(self.period_s * self.loop.random.random(), partial(self._heartbeat, host))
+
     def close(self) -> None:
         self.database.close()
 

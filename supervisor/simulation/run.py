@@ -11,7 +11,7 @@ from functools import partial
 from supervisor.decision.controller import BaseController
 from supervisor.decision.turn import EventReport
 from supervisor.policy.thresholds import Thresholds
-from supervisor.simulation.faults import KINDS, NAME_AGAIN, SimFault, draw_faults
+from supervisor.simulation.faults import KINDS, LATE_SPARE, NAME_AGAIN, SimFault, draw_faults
 from supervisor.simulation.fleet import Fleet, SimHost, SimJob
 from supervisor.simulation.invariants import Invariants, Violation
 from supervisor.simulation.loop import Loop
@@ -91,6 +91,11 @@ def scenario(seed: int, hosts: int) -> Scenario:
     if draw.random() < 0.2:
         at = round(max(faults[-1].at, 40.0) + 60.0 * draw.random(), 1)
         faults.append(SimFault(at=at, kind=NAME_AGAIN, target=draw.randrange(count)))
+    # A host is lost for good, and what can take its place comes later.
+    if draw.random() < 0.2 and all(fault.kind != "partition" for fault in faults):
+        for kind in ("host dies", LATE_SPARE, LATE_SPARE):
+            at, target = round(20.0 + 200.0 * draw.random(), 1), draw.randrange(count)
+            faults.append(SimFault(at=at, kind=kind, target=target))
     return Scenario(
         seed=seed, hosts=count, faults=tuple(faults), reckless=reckless, tells=seed % _TELLS_EACH == 4
     )

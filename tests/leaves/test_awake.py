@@ -97,6 +97,19 @@ def test_a_stop_of_a_process_is_left_out_and_a_forked_child_has_a_clock_of_its_o
     assert since == pytest.approx(awake, abs=2 * MOST_AWAKE_S)
 
 
+def test_what_is_read_just_after_a_stop_may_be_as_old_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, clock = 0.0, AwakeTime(0.0)
+    monkeypatch.setattr(runtime, "_monotonic", lambda: now)
+    monkeypatch.setattr(runtime, "_awake", clock)
+    monkeypatch.setattr(runtime, "_ticker", object())
+    for now in (0.25, 0.5, 1.0, 40.0, 40.25):
+        clock.tick(now)
+    assert [runtime.was_stopped_for(seconds) for seconds in (2.0, 30.0, 60.0)] == [True, True, False]
+    for now in (40.5, 41.0, 41.5):
+        clock.tick(now)
+    assert not runtime.was_stopped_for(2.0)
+
+
 def test_without_a_thread_all_time_counts(monkeypatch: pytest.MonkeyPatch) -> None:
     def no_thread(_: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")

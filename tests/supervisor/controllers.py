@@ -122,3 +122,12 @@ def diagnosed(
         host=host,
         **fields,
     )
+
+
+def checked(fleet: Controller, host: str, health: str, *, gpus: str = "gpu0", text: str = "") -> Event:
+    """The answer of a host that was asked to check itself."""
+    fleet.events += 1
+    evidence = Evidence(id=f"k{fleet.events}", witness="check", text=text, device=gpus, cause=health)
+    return Event(
+        id=f"s:{fleet.events}", type=EventType.NODE_CHECK, evidence=(evidence,), host=host, workload=""
+    )

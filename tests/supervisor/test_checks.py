@@ -12,19 +12,11 @@ from supervisor.decision import checks
 from supervisor.decision.controller import BaseController
 from supervisor.decision.guards import View
 from supervisor.decision.turn import Turn
-from supervisor.values import CommandKind, DeviceState, Event, EventType, Evidence, HostInfo, OutcomeStatus
-from tests.supervisor.controllers import LIMITS, Controller, _host, diagnosed
+from supervisor.values import CommandKind, DeviceState, EventType, HostInfo, OutcomeStatus
+from tests.supervisor.controllers import LIMITS, Controller, _host, checked, diagnosed
 
 SWAP, CHECK, UNCORDON = CommandKind.HOT_SWAP, CommandKind.CHECK_HOST, CommandKind.UNCORDON_HOST
 CORDON = CommandKind.CORDON_HOST
-
-
-def checked(fleet: Controller, host: str, health: str, *, gpus: str = "gpu0", text: str = "") -> Event:
-    fleet.events += 1
-    evidence = Evidence(id=f"k{fleet.events}", witness="check", text=text, device=gpus, cause=health)
-    return Event(
-        id=f"s:{fleet.events}", type=EventType.NODE_CHECK, evidence=(evidence,), host=host, workload=""
-    )
 
 
 def swapped(cause: str = "gpu_missing") -> Controller:

@@ -51,7 +51,7 @@ def test_a_host_is_replaced_on_advice_that_is_no_guess_and_no_echo() -> None:
         kinds = fleet.wait(LIMITS.coalesce_s)
         is_echo = cause.value in ("peer_lost", "host_lost", "preempted")
         wanted = advice == "replace_host" and confidence != "low" and not is_echo
-        assert kinds == ([CORDON, SWAP] if wanted else []), (cause, confidence, advice)
+        assert sorted(kinds, key=str) == ([CORDON, SWAP] if wanted else []), (cause, confidence, advice)
         assert [one.host for one in fleet.sent] == (["h1", "h1"] if wanted else [])
         assert fleet.state.diagnoses["h1"].event.evidence[0].cause == cause.value
 
@@ -201,7 +201,8 @@ def many_words(draw: random.Random) -> None:
     }
     taken = {one.host for one in fleet.sent if one.kind in TAKES_A_HOST}
     assert taken <= against
-    assert len(taken) <= LIMITS.max_cordons
+    # A swap on a guess that failed took no host away.
+    assert len(fleet.state.cordons) <= LIMITS.max_cordons
     for host in taken:
         assert sum(one.host == host and one.kind is SWAP for one in fleet.sent if one.spare) <= 2
 

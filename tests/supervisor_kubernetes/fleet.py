@@ -109,6 +109,7 @@ class Adapter:
     def __init__(self, cluster: Cluster, token: str, times: Times = TIMES) -> None:
         self.cluster, self.token = cluster, token
         self.changes: list[tuple[str, Change]] = []
+        self.cordons: list[str] = []  # commands that made them, as it told; empty: somebody else's
         self.facts: dict[str, HostFacts] = {}
         self.orchestrator = GkeOrchestrator(JOBS, OWN, times=times, connect=self._connect)
         self._stack = AsyncExitStack()
@@ -122,6 +123,7 @@ class Adapter:
         def tell(host: str, change: Change, evidence: Evidence) -> None:
             assert evidence.witness == "orchestrator"
             self.changes.append((host, change))
+            self.cordons += [evidence.cause] if change is Change.CORDONED else []
 
         await self._stack.enter_async_context(self.orchestrator.running(tell, self.facts.__setitem__))
         return self

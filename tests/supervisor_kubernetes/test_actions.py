@@ -274,6 +274,43 @@ async def test_a_host_is_cordoned_and_uncordoned_once_and_the_sensor_is_told() -
         assert adapter.changes[-1][1] is Change.GONE
 
 
+async def test_a_cordon_is_ended_by_the_supervisor_only_where_it_made_it_and_by_a_person_always() -> None:
+    async with cluster_of("n1") as cluster, Adapter(cluster, "one") as adapter:
+        name, told = host(cluster, "n1"), 0
+
+        def cordon_by_hand(cordoned: bool) -> None:
+            node = cluster.store.get("nodes", "n1")
+            node["spec"]["unschedulable"] = cordoned
+            cluster.store.update("nodes", node)
+
+        async def opens(id: str) -> OutcomeStatus:
+            nonlocal told
+            told += 1
+            await cluster.until(lambda: len(adapter.cordons) == told, "not told")
+            done = await adapter.do(id, CommandKind.UNCORDON_HOST, host=name, evidence=("e1",))
+            assert bool(cluster.store.get("nodes", "n1")["spec"].get("unschedulable")) != (
+                done.status is DONE
+            )
+            return done.status
+
+        ours = {"host": name, "evidence": ("e1",)}
+        await adapter.do("c1", CommandKind.CORDON_HOST, **ours)
+        assert await opens("c2") is DONE
+        cordon_by_hand(True)
+        assert await opens("c3") is OutcomeStatus.WITHDRAWN
+        await adapter.do("c4", CommandKind.CORDON_HOST, **ours)  # it stays the person's
+        assert (await adapter.do("c5", CommandKind.UNCORDON_HOST, **ours)).status is not DONE
+        assert (await adapter.do("c6", CommandKind.UNCORDON_HOST, host=name)).status is DONE
+        # A person's own cordon, and one that a person takes over from the supervisor.
+        await adapter.do("c7", CommandKind.CORDON_HOST, host=name)
+        assert await opens("c8") is OutcomeStatus.WITHDRAWN
+        await adapter.do("c9", CommandKind.UNCORDON_HOST, host=name)
+        await adapter.do("d1", CommandKind.CORDON_HOST, **ours)
+        await adapter.do("d2", CommandKind.CORDON_HOST, host=name)
+        assert await opens("d3") is OutcomeStatus.WITHDRAWN
+        assert adapter.cordons == ["c1", "", "", "d1"]
+
+
 async def test_a_host_is_there_while_its_kubelet_renews_its_lease() -> None:
     async with cluster_of("n1", "n2") as cluster, Adapter(cluster, "one") as adapter:
         first, second = host(cluster, "n1"), host(cluster, "n2")

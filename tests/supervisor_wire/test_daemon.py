@@ -22,8 +22,10 @@ from resiliency.daemon_link import DaemonLink
 from resiliency.errors import ConfigError
 from resiliency.launch.health.condition import JobCondition
 from resiliency.testing import ManualClock
+from supervisor.daemon import daemon as daemon_module
 from supervisor.daemon.daemon import _load_fence
 from supervisor.daemon.host_check import check_host, while_idle
+from supervisor.daemon.settings import DaemonSettings
 from supervisor.daemon.workers import ENDED_S, GONE_S, HostWorkers, Reporter
 from supervisor.plain import InvalidValue, from_report
 from supervisor.protocol.host_commands import HostCommand, HostCommandKind
@@ -100,6 +102,23 @@ def restart(id: str, *, epoch: int = 1, workload: str = "job", deadline_s: float
     return HostCommand(
         epoch=epoch, id=id, kind=HostCommandKind.RESTART_RANKS, workload=workload, deadline_s=deadline_s
     )
+
+
+def test_a_command_that_a_stopped_daemon_reads_late_is_answered_and_given_to_no_launcher(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(daemon_module, "was_stopped_for", lambda seconds: seconds == 30.0)
+
+    async def work() -> None:
+        argv = ["--plaintext", f"--state_dir={tmp_path}"]
+        daemon = daemon_module.HostDaemon(DaemonSettings.parse(argv, {"NODE_NAME": "host-1"}))
+        for _ in range(2):  # told again, it is the same
+            await daemon._execute(restart("c1"))
+            outcome = daemon._outcomes.get_nowait()
+            assert outcome.status is OutcomeStatus.FAILED
+            assert outcome.text == "expired: it may be older than its 30 s"
+
+    run(work())
 
 
 async def test_what_a_launcher_says_reaches_the_sensor_and_a_command_reaches_the_launcher_once(

@@ -4,9 +4,12 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import os
 import re
+import select
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -21,8 +24,11 @@ from resiliency import progress
 from resiliency.daemon_link import GENERATION_ENV, read_generation, to_fleet_attempt, to_launcher_attempt
 from resiliency.errors import ConfigError
 from resiliency.events import EventType
+from resiliency.launch import cli
 from resiliency.launch.fleet import link as seam
+from resiliency.launch.fleet import reporter as reporter_module
 from resiliency.launch.health.condition import Requeue
+from resiliency.launch.options import resolve
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import STEP_PAGE_ENV, StepPage, report_step
 from resiliency.testing import warm
@@ -238,6 +244,41 @@ def test_a_job_that_is_started_again_counts_its_attempts_on() -> None:
     assert [to_launcher_attempt(second, attempt) for attempt in (None, 3, 1_000_004)] == [None, -1, 4]
     with pytest.raises(ConfigError, match="RESILIENCY_JOB_GENERATION must be a whole number from 0 on"):
         read_generation({GENERATION_ENV: "-1"})
+
+
+def test_a_command_that_is_taken_after_its_time_is_answered_and_not_obeyed(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = ("old", "stopped")  # one that lay in a rendezvous, and one that a stopped launcher reads
+    monkeypatch.setattr(reporter_module, "was_stopped_for", lambda seconds: seconds == 9.0)
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        words = [f"--host-daemon-port={server.getsockname()[1]}", "--job-name=j", "--workload-name=j"]
+        argv = [*words, "--container-name=c", "--use-supervisor", str(STEPPER)]
+        reporter = reporter_module.DaemonReporter(
+            resolve(cli.parse(argv, {}), {}), StepPage(1), stacks_dir=""
+        )
+        connection, _ = server.accept()
+        connection.settimeout(WAIT)
+        with connection, connection.makefile("rwb") as lines:
+            said = (json.loads(line) for line in lines)
+            assert "hello" in next(said)
+            lines.write(b'{"welcome": {}}\n')
+            for name, deadline_s in (("old", 0.0), ("stopped", 9.0), ("new", 60.0)):
+                command = {"epoch": 1, "id": name, "kind": "leave", "deadline_s": deadline_s}
+                lines.write(json.dumps({"command": command}).encode() + b"\n")
+            lines.flush()
+            taken: list[str] = []
+            while not taken:
+                select.select([reporter.wake_fd], [], [], WAIT)
+                taken += [one.id for one in iter(reporter.try_take_command, None)]
+            assert taken == ["new"]
+            for name in late:
+                while "outcome" not in (line := next(said)):
+                    lines.write(json.dumps({"ack": line["report"]["sequence"]}).encode() + b"\n")
+                    lines.flush()
+                assert (line["outcome"]["command"], line["outcome"]["status"]) == (name, "failed")
+                assert line["outcome"]["text"].startswith("expired: its time was over")
+        reporter.close()
 
 
 # ------------------------------------------------------------------------------------------- the step page

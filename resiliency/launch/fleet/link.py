@@ -8,6 +8,7 @@ The texts of `WorkerReport` and `HostCommandKind` are those of `supervisor.value
 from __future__ import annotations
 
 import argparse
+import math
 from dataclasses import dataclass
 from datetime import timedelta
 from enum import Enum
@@ -36,7 +37,12 @@ class HostCommandKind(Enum):
 
 @dataclass(frozen=True, kw_only=True)
 class HostCommand:
-    """One thing that this host is to do.  `attempt`: that is to end by RESTART_RANKS; None is any."""
+    """One thing that this host is to do.
+
+    Attributes:
+        attempt: that is to end by RESTART_RANKS; None is any.
+        expires_at: of the monotonic clock; from then on it is answered and not obeyed.
+    """
 
     epoch: int
     id: str
@@ -44,6 +50,7 @@ class HostCommand:
     ranks: tuple[int, ...] = ()
     attempt: int | None = None
     reason: str = ""
+    expires_at: float = math.inf
 
 
 class WorkerStateReporter(Protocol):

@@ -15,7 +15,6 @@ import time
 import uuid
 from collections import deque
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -38,7 +37,7 @@ from resiliency.launch.health.condition import JobCondition, LauncherState
 from resiliency.launch.options import LaunchOptions
 from resiliency.launch.stacks import dump_stacks
 from resiliency.progress import StepPage
-from resiliency.runtime import FAILURE_DOMAINS_ENV, RunInfo, awake_since
+from resiliency.runtime import FAILURE_DOMAINS_ENV, RunInfo, awake_since, was_stopped_for
 from resiliency.wake_pipe import WakePipe
 
 logger = logging.getLogger(__name__)
@@ -51,6 +50,8 @@ _MOST_DIAGNOSES = 4
 _MOST_SENTENCE_CHARS, _MOST_RANKS = 1000, 64
 #: Ranks wait so long for the daemon's first answer, which says where this host is.
 _FIRST_ANSWER_S = 2.0
+#: Of a command whose daemon says none.
+_DEADLINE_S = 60.0
 
 
 class DaemonReporter:
@@ -147,8 +148,13 @@ class DaemonReporter:
 
     def try_take_command(self) -> HostCommand | None:
         self._commanded.clear()
-        with suppress(IndexError):
-            return self._commands.popleft()
+        while self._commands:
+            command = self._commands.popleft()
+            late_s = time.monotonic() - command.expires_at
+            if late_s < 0:
+                return command
+            logger.warning("launcher does not %s: its time was over %.1f s ago", command.kind.value, late_s)
+            self.finish_command(command, done=False, text=f"expired: its time was over {late_s:.1f} s ago")
         return None
 
     def finish_command(self, command: HostCommand, *, done: bool, text: str) -> None:
@@ -202,6 +208,7 @@ class DaemonReporter:
         }
 
     def _take(self, said: Mapping[str, Any]) -> None:
+        within_s = float(said.get("deadline_s", _DEADLINE_S))
         command = HostCommand(
             epoch=said["epoch"],
             id=said["id"],
@@ -209,6 +216,7 @@ class DaemonReporter:
             ranks=tuple(said.get("ranks", ())),
             attempt=to_launcher_attempt(self._generation, said.get("attempt")),
             reason=said.get("reason", ""),
+            expires_at=time.monotonic() + (0.0 if was_stopped_for(within_s) else within_s),
         )
         logger.warning("the supervisor asks for %s: %s", command.kind.value, command.reason or "no reason")
         if command.kind is HostCommandKind.DUMP_STACKS:

@@ -8,6 +8,7 @@ import time
 from supervisor.orchestrators.gke import nodes, pods
 from supervisor.orchestrators.gke.client import NODES, PODS, ApiError, Object
 from supervisor.orchestrators.gke.names import (
+    BY_PERSON,
     COMMANDS,
     CORDONED_BY,
     DRAINED,
@@ -18,10 +19,16 @@ from supervisor.orchestrators.gke.names import (
     was_applied,
     with_command,
 )
-from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, Refused, TimedOut
+from supervisor.orchestrators.gke.view import LOOK_S, ClusterView, NotYet, Refused, TimedOut
 
 #: Between tries of an eviction that a disruption budget is in the way of.
 EVICT_S = 1.0
+
+
+def cordoned_by(node: Object) -> str:
+    """The supervisor's own command that cordoned it; empty where a person or the cluster did, or nobody."""
+    mark = annotations_of(node).get(CORDONED_BY, "") if nodes.is_cordoned(node) else ""
+    return "" if mark.startswith(BY_PERSON) else mark
 
 
 class HostActions:
@@ -30,29 +37,39 @@ class HostActions:
     def __init__(self, view: ClusterView) -> None:
         self._view = view
 
-    async def cordon(self, host: str, command: str) -> str:
+    async def cordon(self, host: str, command: str, *, by_person: bool = False) -> str:
         """Keep new pods off; says what was done."""
         node = await self._fresh(host)
         if node is None:
             return f"{host} is gone"
         if was_applied(node, command):
             return "cordoned before"
-        await self._cordon(node, command, {COMMANDS: with_command(node, command)})
+        marks = {COMMANDS: with_command(node, command)}
+        await self._cordon(node, command, marks, by_person=by_person)
         return "cordoned"
 
-    async def _cordon(self, node: Object, command: str, marks: dict[str, str]) -> Object:
-        if not nodes.is_cordoned(node):
+    async def _cordon(self, node: Object, command: str, marks: dict[str, str], *, by_person: bool) -> Object:
+        if by_person and (cordoned_by(node) or not nodes.is_cordoned(node)):
+            marks = {**marks, CORDONED_BY: f"{BY_PERSON}{command}"}
+        elif not nodes.is_cordoned(node):
             # Somebody else's cordon stays theirs.
             marks = {**marks, CORDONED_BY: command}
         body = {"metadata": {"annotations": marks}, "spec": {"unschedulable": True}}
         return await self._view.api.patch(NODES, node, body)
 
-    async def uncordon(self, host: str, command: str) -> str:
+    async def uncordon(self, host: str, command: str, *, by_person: bool = False) -> str:
+        """Let pods on a host again; says what was done.
+
+        Raises:
+            NotYet: the supervisor asks, and a person or the cluster has cordoned it.
+        """
         node = await self._fresh(host) or await self._fresh(nodes.name_of(host))
         if node is None:
             raise Refused(f"there is no node {nodes.name_of(host)}")
         if was_applied(node, command):
             return "uncordoned before"
+        if nodes.is_cordoned(node) and not (by_person or cordoned_by(node)):
+            raise NotYet(f"node {node['metadata']['name']} was not cordoned by the supervisor, and stays so")
         marks = {COMMANDS: with_command(node, command), CORDONED_BY: None}
         await self._view.api.patch(
             NODES, node, {"metadata": {"annotations": marks}, "spec": {"unschedulable": None}}
@@ -78,7 +95,7 @@ class HostActions:
             return "drained before", of_a_job
         of_a_job = of_a_job or any(JOBSET_NAME in labels_of(pod) for pod in await self._pods_on(name))
         # What ran there is known to the next try, too, which may find no pod any more.
-        await self._cordon(node, command, {DRAINED: command if of_a_job else ""})
+        await self._cordon(node, command, {DRAINED: command if of_a_job else ""}, by_person=True)
         said = await self._empty(name, end)
         await self._note_done(host, command)
         return f"cordoned; {said}", of_a_job

@@ -23,8 +23,8 @@ COMMANDS = "supervisor/commands"
 RESET, SWAP = "supervisor/reset", "supervisor/swap"
 #: On a JobSet that was resized: whether its Jobs or their pods become more and fewer.
 SCALES = "supervisor/scales"
-#: On a node: a cordon of ours, by the id of its command.
-CORDONED_BY = "supervisor/cordoned-by"
+#: On a node: the command that cordoned it, by its id; a person's after this word.
+CORDONED_BY, BY_PERSON = "supervisor/cordoned-by", "person/"
 #: On a node: the drain that found a job on it.
 DRAINED = "supervisor/drained"
 #: On pod templates: hosts of one data-parallel replica; also written where the size of a job was a default.

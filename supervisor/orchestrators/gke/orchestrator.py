@@ -20,7 +20,7 @@ from supervisor.orchestrator import Answer, TellChange, TellFacts, ignore_facts
 from supervisor.orchestrators.gke import jobsets, nodes
 from supervisor.orchestrators.gke.annotated import annotated_pods
 from supervisor.orchestrators.gke.client import NODES, WATCH_S, Api, ApiError, Object, find_cluster
-from supervisor.orchestrators.gke.hosts import HostActions
+from supervisor.orchestrators.gke.hosts import HostActions, cordoned_by
 from supervisor.orchestrators.gke.jobs import JobActions
 from supervisor.orchestrators.gke.lease import Fenced, NotHolder, WriterLease
 from supervisor.orchestrators.gke.names import CORDONED_BY, annotations_of
@@ -198,9 +198,9 @@ class GkeOrchestrator:
     async def _carry_out(self, command: Command, end: float) -> str:
         kind, name, host, number = command.kind, command.workload, command.host, command.id
         if kind is CommandKind.CORDON_HOST:
-            return await self._hosts.cordon(host, number)
+            return await self._hosts.cordon(host, number, by_person=command.is_of_person)
         if kind is CommandKind.UNCORDON_HOST:
-            return await self._hosts.uncordon(host, number)
+            return await self._hosts.uncordon(host, number, by_person=command.is_of_person)
         if kind is CommandKind.DRAIN_HOST:
             return await self._drain(host, number, end)
         if kind is CommandKind.IN_JOB_RESET:
@@ -301,8 +301,9 @@ class GkeOrchestrator:
                 self._tasks.start(self._forget_cordon(after["metadata"]["name"]))
         seen = (after or before or {})["metadata"]
         for host, change, text in said:
-            evidence = f"gke:{seen['uid']}:{seen['resourceVersion']}:{change.value}"
-            self._tell(host, change, Evidence(id=evidence, witness="orchestrator", text=text))
+            name = f"gke:{seen['uid']}:{seen['resourceVersion']}:{change.value}"
+            ours = cordoned_by(after) if after is not None and change is Change.CORDONED else ""
+            self._tell(host, change, Evidence(id=name, witness="orchestrator", text=text, cause=ours))
 
     async def _forget_cordon(self, name: str) -> None:
         """Take the mark of a cordon off a node that a person has uncordoned.

@@ -25,7 +25,7 @@ class Refused(Exception):
 
 
 class NotYet(Exception):
-    """A command would undo what is under way, and so does nothing; the text says what that is."""
+    """A command would undo what is under way or not ours, and so does nothing; the text says what that is."""
 
 
 class TimedOut(Exception):
